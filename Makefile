@@ -1,0 +1,39 @@
+# make demo    set up, then run the tiny experiment (a few minutes on two CPU cores)
+# make test    set up, then run all tests
+# make check   the fast loop: format, lint, types, import contracts, core tests
+# make bench   benchmarks: they measure and report, they assert nothing
+# make models  build the tiny models and their data again, from nothing
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+CODE = flows tasks opd_core deployments tests
+
+.PHONY: install demo test check format bench models clean
+
+install:
+	@.ci/make_env $(PYTHON) $(PIP_ARGS)
+
+demo: install
+	.venv/bin/opd run tiny
+
+test: install
+	$(PYTEST)
+
+check: install
+	.venv/bin/ruff format --check $(CODE)
+	.venv/bin/ruff check $(CODE)
+	.venv/bin/python -m mypy
+	$(PYTEST) -m "not slow" -x -q
+
+format: install
+	.venv/bin/ruff format $(CODE)
+	.venv/bin/ruff check --fix $(CODE)
+
+bench: install
+	OMP_NUM_THREADS=1 .venv/bin/python -m tests.benchmarks
+
+models: install
+	OMP_NUM_THREADS=1 .venv/bin/python -m deployments.recipes.assets.tiny.build
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

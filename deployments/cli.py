@@ -1,0 +1,132 @@
+"""``opd``: run an experiment, check a recipe, prepare models.
+
+Exit status: 0 the run completed and left nothing; 1 it failed; 2 the recipe or the machine does not
+fit and nothing was started; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn, TypeVar
+
+import typer
+
+from opd_core.errors import ConfigError, DataError, OPDError, PreflightError
+from opd_core.quiet import apply_defaults
+
+T = TypeVar("T")
+RECIPES = Path(__file__).with_name("recipes")
+NOTHING_STARTED = (ConfigError, PreflightError, DataError)
+
+app = typer.Typer(
+    help="On-policy distillation as one experiment.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+RecipeArgument = Annotated[str, typer.Argument(help="A shipped recipe's name, or a YAML file")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting")
+]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    apply_defaults()
+    os.environ.setdefault("OPD_CONSOLE", "1")
+    # The terminal shows our own lines; Prefect's log goes to its API all the same.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    app()
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary last")] = False,
+) -> None:
+    """Run one experiment from its checks to its report."""
+    path = find_recipe(recipe)
+    _guarded(lambda: _check_recipe(path, overrides or []))
+    from flows.distill import DistillRequest, distill
+
+    request = DistillRequest(recipe=str(path), overrides=overrides or [])
+    summary = _guarded(lambda: distill(request))
+    if as_json:
+        sys.stderr.flush()
+        print(json.dumps(summary), flush=True)
+
+
+@app.command()
+def recipes() -> None:
+    """List the shipped recipes."""
+    from opd_core.recipe import load_recipe
+
+    for path in sorted(RECIPES.glob("*.yaml")):
+        config = load_recipe(path)
+        typer.echo(f"{path.stem:16} {config.description}")
+
+
+@app.command()
+def settings() -> None:
+    """Print every setting of a recipe, with type, default and meaning (markdown)."""
+    from deployments.settings import settings_reference
+
+    typer.echo(settings_reference(), nl=False)
+
+
+@app.command()
+def prepare(
+    what: Annotated[str, typer.Argument(help="smollm2")],
+) -> None:
+    """Fetch and convert what a recipe needs and the project does not ship."""
+    from deployments.prepare import PREPARATIONS
+    from opd_core.recipe import cache_dir
+
+    if what not in PREPARATIONS:
+        _fail(f"unknown: {what!r}; there is: {', '.join(sorted(PREPARATIONS))}", 2)
+    _guarded(lambda: PREPARATIONS[what](cache_dir(), lambda text: typer.echo(text, err=True)))
+
+
+def find_recipe(name: str) -> Path:
+    """A file as it is named, or a shipped recipe by its name."""
+    file = Path(name)
+    if file.suffix in (".yaml", ".yml") or file.exists():
+        return file
+    shipped = RECIPES / f"{name}.yaml"
+    if not shipped.is_file():
+        there = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+        _fail(f"no recipe {name!r}: expected a YAML file, or one of: {there}", 2)
+    return shipped
+
+
+def _check_recipe(path: Path, overrides: list[str]) -> None:
+    """A mistake in the recipe is told in milliseconds, before Prefect is imported."""
+    from opd_core.recipe import load_recipe
+
+    load_recipe(path, overrides)
+
+
+def _guarded(action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except NOTHING_STARTED as error:
+        _fail(str(error), 2)
+    except OPDError as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        _fail("interrupted; everything that was started has been ended", 130)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(status)
+
+
+if __name__ == "__main__":
+    main()

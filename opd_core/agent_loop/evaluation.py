@@ -1,0 +1,66 @@
+"""Held-out accuracy of the current student. Never asks a teacher and never needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from opd_core.agent_loop.judging import JudgeRunner
+from opd_core.agent_loop.loop import AgentLoop, GroupRequest, LoopSettings
+from opd_core.errors import TrainingError
+from opd_core.rollout import Prompt, Status
+from opd_core.sampling.protocol import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Accuracy over all samples, its standard error over questions, and the answers' length."""
+
+    questions: int
+    samples: int
+    accuracy: float
+    accuracy_stderr: float
+    response_tokens_mean: float
+    truncated_fraction: float
+
+    def metrics(self) -> dict[str, float]:
+        """Metric names and values."""
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/accuracy_stderr": self.accuracy_stderr,
+            "eval/response_tokens_mean": self.response_tokens_mean,
+            "eval/truncated_fraction": self.truncated_fraction,
+        }
+
+
+async def evaluate(
+    prompts: Sequence[Prompt],
+    *,
+    sampler: Sampler,
+    judge: JudgeRunner,
+    decode: Callable[[Sequence[int]], str],
+    settings: LoopSettings,
+) -> Evaluation:
+    """Sample ``settings.group_size`` answers a question and judge them.
+
+    The same seeds are used at every evaluation, so before and after differ by the weights only.
+    Raises :class:`TrainingError` if an answer could not be judged: accuracy is not guessed.
+    """
+    loop = AgentLoop(settings, sampler=sampler, decode=decode, judge=judge)
+    requests = [GroupRequest(i, prompt) for i, prompt in enumerate(prompts)]
+    groups = await loop.run(requests, train_step=0)
+    lost = next((group for group in groups if group.status is not Status.COMPLETED), None)
+    if lost is not None:
+        raise TrainingError(f"evaluation of row {lost.prompt.row}: {lost.error_msg or lost.cause}")
+    means = [sum(r.reward or 0.0 for r in g.rollouts) / len(g.rollouts) for g in groups]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    mean = sum(means) / len(means)
+    variance = sum((m - mean) ** 2 for m in means) / max(len(means) - 1, 1)
+    return Evaluation(
+        questions=len(groups),
+        samples=len(rollouts),
+        accuracy=mean,
+        accuracy_stderr=(variance / len(means)) ** 0.5,
+        response_tokens_mean=sum(len(r.response_ids) for r in rollouts) / len(rollouts),
+        truncated_fraction=sum(r.truncated for r in rollouts) / len(rollouts),
+    )

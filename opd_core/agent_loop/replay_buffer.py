@@ -1,0 +1,57 @@
+"""Finished groups that may train; nothing else ever gets in."""
+
+from __future__ import annotations
+
+import math
+
+from opd_core.errors import TrainingError
+from opd_core.rollout import Group, RolloutState, Status
+
+
+class ReplayBuffer:
+    """COMPLETED groups in the order of their ids.
+
+    ``needs_scores`` / ``needs_rewards``: what every rollout must carry to be accepted.
+    """
+
+    def __init__(self, *, needs_scores: bool, needs_rewards: bool) -> None:
+        self._needs_scores = needs_scores
+        self._needs_rewards = needs_rewards
+        self._groups: list[Group] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def put(self, group: Group) -> None:
+        """Accept a group. Raises :class:`TrainingError`, naming the rollout, for one that must not
+        train."""
+        if group.status is not Status.COMPLETED:
+            raise TrainingError(
+                f"group {group.group_id} is {group.status}; only COMPLETED ones train"
+            )
+        for rollout in group.rollouts:
+            self._check(rollout)
+        self._groups.append(group)
+
+    def take(self, count: int) -> list[Group]:
+        """Remove and return the ``count`` groups with the lowest ids."""
+        self._groups.sort(key=lambda group: group.group_id)
+        taken, self._groups = self._groups[:count], self._groups[count:]
+        return taken
+
+    def _check(self, rollout: RolloutState) -> None:
+        who = f"rollout {rollout.index} of group {rollout.group_id} (data row {rollout.prompt.row})"
+        if rollout.status is not Status.COMPLETED:
+            raise TrainingError(f"{who} is {rollout.status}; only COMPLETED ones train")
+        length = len(rollout.response_ids)
+        per_token = [("rollout_logprobs", rollout.rollout_logprobs)]
+        if self._needs_scores:
+            per_token.append(("teacher_logprobs", rollout.teacher_logprobs or ()))
+        for name, values in per_token:
+            if len(values) != length or not all(map(math.isfinite, values)):
+                raise TrainingError(f"{who}: {name} are not {length} finite numbers")
+        if self._needs_rewards and (rollout.reward is None or not math.isfinite(rollout.reward)):
+            raise TrainingError(
+                f"{who} has reward {rollout.reward}, and task_adv_weight is above 0: the judge "
+                "must give every rollout a finite number"
+            )

@@ -1,0 +1,293 @@
+"""The owner's side: start the supervisor, order children, end the run, get the receipt.
+
+with Supervisor.start(run_dir=run_dir, run_id="demo-1") as supervisor:
+    supervisor.spawn(ChildSpec(name="teacher", kind="teacher", argv=..., cwd=..., log=...))
+    while training():
+        supervisor.raise_if_dead("teacher")
+assert supervisor.receipt is not None and supervisor.receipt.clean
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from .conversation import ChildExit, Conversation
+from .errors import (
+    ChildDied,
+    LedgerDamaged,
+    LifecycleError,
+    SupervisorGone,
+    SupervisorNotStarted,
+    UnknownChild,
+)
+from .launch import SUPERVISOR_LOG, SupervisorLaunch, check_start, launch
+from .ledger import LEDGER_FILE, Ledger, read_ledger
+from .logs import log_tail
+from .records import ChildSpec, JsonObject, Receipt, read_receipt, write_receipt
+from .teardown import RunFacts, end_without_supervisor, spared
+
+_READY_S = 60.0
+_ANSWER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Child:
+    """A started child. `serial` tells it from an earlier one of the same name."""
+
+    name: str
+    pid: int
+    serial: int
+    log: Path
+
+
+@dataclass(frozen=True)
+class ChildStatus:
+    """A child as the supervisor sees it. `returncode`: None while it lives; `how`: see ChildEnd."""
+
+    name: str
+    pid: int
+    serial: int
+    returncode: int | None
+    how: str
+
+
+class Supervisor:
+    """A handle on the supervisor process. One lock makes it safe to use from several threads.
+
+    It belongs to the process that started it; in a forked copy it refuses, and leaving the `with`
+    block there ends nothing.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        run_id: str,
+        teardown_s: float,
+        margin_s: float,
+        process: SupervisorLaunch,
+        conversation: Conversation,
+    ) -> None:
+        self.run_dir = run_dir
+        self.run_id = run_id
+        self.receipt: Receipt | None = None
+        """Set by `end`."""
+        self._teardown_s = teardown_s
+        self._end_within_s = teardown_s + margin_s
+        self._process = process
+        self._conversation = conversation
+        self._owner_pid = os.getpid()
+        # Re-entrant: a signal handler of the owner may end the run in the middle of another call.
+        self._lock = threading.RLock()
+        self._children: dict[str, Child] = {}
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        run_dir: Path,
+        run_id: str,
+        teardown_s: float = 60.0,
+        margin_s: float = 20.0,
+        interpreter: str = sys.executable,
+    ) -> Supervisor:
+        """Start a supervisor for this process and wait until it watches.
+
+        `run_dir` (created if missing) receives ledger, receipt and supervisor.log. `teardown_s`
+        bounds the whole ending; `end` waits `margin_s` longer before it takes over. What an earlier
+        run of the same id left there when its supervisor died is ended first.
+
+        Raises LedgerBusy or LedgerDamaged if the folder's ledger cannot be used, LifecycleError for
+        bad arguments, else SupervisorNotStarted with the reason.
+        """
+        check_start(run_id, teardown_s)
+        run_dir = run_dir.absolute()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = launch(run_dir, run_id, teardown_s, interpreter, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        handle = cls(run_dir, run_id, teardown_s, margin_s, process, Conversation(ours))
+        try:
+            handle._await_ready()
+        except BaseException:
+            process.kill()
+            handle._close()
+            raise
+        return handle
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's pid; SIGTERM to it ends the run in order."""
+        return self._process.pid
+
+    def spawn(self, spec: ChildSpec) -> Child:
+        """Start a child and return it once the program runs.
+
+        Raises ChildNotStarted with the reason if it cannot be started, SupervisorGone if the run
+        is over.
+        """
+        with self._lock:
+            facts = self._ask({"op": "start", "child": spec.to_wire()}, _ANSWER_S)
+            child = Child(spec.name, facts["pid"], facts["serial"], spec.log)
+            self._children[spec.name] = child
+            return child
+
+    def stop(self, name: str) -> int | None:
+        """Stop one child and everything it started; return its return code.
+
+        None means that it hangs in the kernel even after SIGKILL. A child that has ended already
+        is no error. Waits for the child's grace time, holding the lock. Raises UnknownChild if
+        there was none, SupervisorGone if the run is over.
+        """
+        with self._lock:
+            facts = self._ask({"op": "stop", "name": name}, self._end_within_s)
+            returncode: int | None = facts["returncode"]
+            return returncode
+
+    def status(self) -> tuple[ChildStatus, ...]:
+        """Return every child that was started, in the order of their start."""
+        with self._lock:
+            children = self._ask({"op": "status"}, _ANSWER_S)["children"]
+            return tuple(ChildStatus(**each) for each in children)
+
+    def poll(self) -> tuple[ChildExit, ...]:
+        """Return the children's ends that were not returned before, without waiting."""
+        with self._lock:
+            self._listen()
+            return self._conversation.take_unseen()
+
+    def child_exit(self, name: str) -> int | None:
+        """Return the return code of the child started last under this name, None while it lives.
+
+        Raises UnknownChild if there was none.
+        """
+        with self._lock:
+            self._listen()
+            child = self._child(name)
+            exited = self._conversation.exit_of(name, child.serial)
+            return None if exited is None else exited.returncode
+
+    def raise_if_dead(self, *names: str) -> None:
+        """Raise ChildDied if one of these children (all, if none is named) has ended.
+
+        Raises SupervisorGone if the supervisor has died or is ending the run: then children end
+        because of that.
+        """
+        with self._lock:
+            self._listen()
+            if self.receipt is not None or self._conversation.is_over:
+                raise self._gone()
+            for name in names or tuple(self._children):
+                returncode = self.child_exit(name)
+                if returncode is not None:
+                    log = self._child(name).log
+                    raise ChildDied(name, returncode, str(log), log_tail(log))
+
+    def end(self, cause: str = "completed") -> Receipt:
+        """End everything the run started and return the proof; a second call returns the same.
+
+        Waits at most the teardown's time and a margin. If the supervisor has died, or does not
+        finish in time, this process kills what is left of the run, and the receipt says so.
+        """
+        with self._lock:
+            if self.receipt is None:
+                self._refuse_copies()
+                self._conversation.say_end(cause)
+                self.receipt = self._await_receipt(time.monotonic() + self._end_within_s)
+                self._close()
+            return self.receipt
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if os.getpid() == self._owner_pid:
+            self.end("completed" if kind is None else kind.__name__)
+
+    def _ask(self, request: JsonObject, timeout_s: float) -> JsonObject:
+        self._refuse_copies()
+        if self.receipt is not None:
+            raise self._gone()
+        return self._conversation.ask(request, timeout_s)
+
+    def _listen(self) -> None:
+        if self.receipt is None:
+            self._conversation.listen()
+
+    def _await_ready(self) -> None:
+        if not self._conversation.await_ready(_READY_S):
+            log = self.run_dir / SUPERVISOR_LOG
+            raise SupervisorNotStarted(
+                f"expected the supervisor to be ready within {_READY_S:g} s, it did not say so; "
+                f"read {log}. Its last lines:\n{log_tail(log)}"
+            )
+
+    def _await_receipt(self, give_up_at: float) -> Receipt:
+        while not self._process.has_ended() and time.monotonic() < give_up_at:
+            self._conversation.listen(give_up_at - time.monotonic(), also=self._process.pidfd)
+        self._conversation.listen()
+        cause = "supervisor died" if self._process.has_ended() else "supervisor hung"
+        self._process.kill()
+        # An exception in this process may have torn the message; the file is whole or absent.
+        return (
+            self._conversation.receipt
+            or read_receipt(self.run_dir)
+            or self._end_without_supervisor(cause)
+        )
+
+    def _end_without_supervisor(self, cause: str) -> Receipt:
+        run = RunFacts(self.run_id, self.run_dir, self._teardown_s, spared(os.getpid()))
+        path = self.run_dir / LEDGER_FILE
+        try:
+            receipt = end_without_supervisor(run, read_ledger(path), cause)
+        except LedgerDamaged:
+            # The markers still find the processes, but which ports and folders to check is lost.
+            receipt = replace(end_without_supervisor(run, (), cause), clean=False)
+        # The receipt is returned in any case; a full disk must not turn it into an error.
+        with contextlib.suppress(OSError, LifecycleError):
+            write_receipt(self.run_dir, receipt)
+            ledger = Ledger.open(path, self.run_id)
+            ledger.append("receipt", **receipt.to_json())
+            ledger.close()
+        return receipt
+
+    def _child(self, name: str) -> Child:
+        if name not in self._children:
+            raise UnknownChild(
+                f"no child {name!r} was started; those that were: {sorted(self._children)}"
+            )
+        return self._children[name]
+
+    def _gone(self) -> SupervisorGone:
+        cause = self._conversation.cause if self.receipt is None else self.receipt.cause
+        return SupervisorGone(
+            f"run {self.run_id!r} is over ({cause}), and its processes end with it; call end() for "
+            f"the receipt, read {self.run_dir / SUPERVISOR_LOG}, and start a new run"
+        )
+
+    def _refuse_copies(self) -> None:
+        if os.getpid() != self._owner_pid:
+            raise LifecycleError(
+                f"the supervisor of run {self.run_id!r} belongs to process {self._owner_pid}, "
+                f"but process {os.getpid()} asked; use it only where it was started"
+            )
+
+    def _close(self) -> None:
+        self._conversation.close()
+        self._process.close()

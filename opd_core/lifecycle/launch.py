@@ -1,0 +1,96 @@
+"""Start a supervisor process for this process, and hold on to it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from .errors import LifecycleError, SupervisorNotStarted
+from .process import identify, open_pidfd, signal_pidfd, wait_pidfd
+from .records import RUN_MARKER, check_name
+
+SUPERVISOR_LOG = "supervisor.log"
+_DEATH_S = 10.0
+# The package is found through the folder above it. That is appended, so that nothing in it can hide
+# a module of the standard library, and the package around it is not imported.
+_BOOT = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from lifecycle.supervisor import main; sys.exit(main(sys.argv[2:]))"
+)
+
+
+class SupervisorLaunch:
+    """The running supervisor process, as its parent sees it."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        self.pid = popen.pid
+        self.pidfd = open_pidfd(popen.pid)
+
+    def has_ended(self) -> bool:
+        return wait_pidfd(self.pidfd, 0.0)
+
+    def kill(self) -> None:
+        """SIGKILL it if it still runs, and wait for its death; its children die with it."""
+        signal_pidfd(self.pidfd, signal.SIGKILL)
+        wait_pidfd(self.pidfd, _DEATH_S)
+
+    def close(self) -> None:
+        """Collect the ended process and let its descriptor go."""
+        self._popen.wait(_DEATH_S)
+        os.close(self.pidfd)
+
+
+def check_start(run_id: str, teardown_s: float) -> None:
+    """Raise LifecycleError if no supervisor could watch a run of this name from this process."""
+    check_name(run_id, "run id")
+    if not (math.isfinite(teardown_s) and teardown_s > 0):
+        raise LifecycleError(
+            f"expected teardown_s to be more than 0 seconds, got {teardown_s}; 60 suits most runs"
+        )
+    if sys.platform != "linux":
+        raise LifecycleError(
+            f"expected Linux (pidfd, subreaper, /proc), got {sys.platform}; run in a container"
+        )
+    if os.environ.get(RUN_MARKER) == run_id:
+        raise LifecycleError(
+            f"{RUN_MARKER}={run_id} is in the environment of this process, so everything it starts "
+            "would be taken for a part of the run and killed; unset it or choose another run id"
+        )
+
+
+def launch(
+    run_dir: Path, run_id: str, teardown_s: float, interpreter: str, control: socket.socket
+) -> SupervisorLaunch:
+    """Start the supervisor with its end of the control line, in a session of its own.
+
+    Raises SupervisorNotStarted if the interpreter cannot be started.
+    """
+    me = identify(os.getpid())
+    assert me is not None, "/proc shows the process that reads it"
+    command = [interpreter, "-I", "-S", "-c", _BOOT, str(Path(__file__).parent.parent)]
+    command += ["--run-dir", str(run_dir), "--run-id", run_id, "--teardown-s", str(teardown_s)]
+    command += ["--owner-pid", str(me.pid), "--owner-start-ticks", str(me.start_ticks)]
+    command += ["--control-fd", str(control.fileno())]
+    try:
+        with (run_dir / SUPERVISOR_LOG).open("ab") as log:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=run_dir,
+                start_new_session=True,
+                pass_fds=(control.fileno(),),
+            )
+    except OSError as error:
+        raise SupervisorNotStarted(
+            f"expected {interpreter!r} to start the supervisor in {run_dir}, got: {error}; name a "
+            "Python 3.11 or later that may be executed, and a folder that may be written"
+        ) from None
+    return SupervisorLaunch(popen)

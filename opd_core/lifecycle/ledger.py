@@ -1,0 +1,127 @@
+"""`ledger.jsonl`: one line per fact of a run, each on the disk before the next thing happens.
+
+    {"event": "child_starting", "at": 1767225600.0, "name": "teacher", "ports": [30000], ...}
+
+Events, in order of a run's life: run_started; child_starting (before the child exists), then
+child_started or child_not_started; child_ended; teardown_begun; receipt. `at` is seconds since
+the epoch. One supervisor writes at a time. An exclusive `flock` on the ledger itself decides that:
+the kernel releases it at the holder's death, however it dies, and no pid has to be trusted. A
+supervisor that finds the lock free and lines in the file continues the ledger of a dead one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from .errors import LedgerBusy, LedgerDamaged
+from .records import JsonObject, fsync_folder
+
+LEDGER_FILE = "ledger.jsonl"
+
+
+@dataclass(frozen=True)
+class LedgerRecord:
+    """One line. `facts` are the event's own fields."""
+
+    event: str
+    at: float
+    facts: JsonObject
+
+
+class Ledger:
+    """The ledger, open and locked for writing. Create with `Ledger.open`."""
+
+    def __init__(self, path: Path, descriptor: int, before: tuple[LedgerRecord, ...]) -> None:
+        self.path = path
+        self.before = before
+        """What earlier supervisors of the same run wrote; empty for a new run."""
+        self._descriptor = descriptor
+
+    @classmethod
+    def open(cls, path: Path, run_id: str) -> Ledger:
+        """Create the ledger, or continue that of a dead supervisor of the same run.
+
+        Raises LedgerBusy if another process holds it, LedgerDamaged if it cannot be continued, and
+        OSError if it cannot be written.
+        """
+        is_new = not path.exists()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            _lock(descriptor, path)
+            before = read_ledger(path)
+            owners = {record.facts["run_id"] for record in before if record.event == "run_started"}
+            if owners - {run_id}:
+                raise LedgerDamaged(
+                    f"{path} belongs to run {sorted(owners)}, expected {run_id!r}; "
+                    "give every run a folder of its own"
+                )
+            if _is_torn(descriptor):
+                os.write(descriptor, b"\n")
+            if is_new:
+                fsync_folder(path.parent)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(path, descriptor, before)
+
+    def append(self, event: str, **facts: Any) -> None:
+        """Write one record and wait until it is on the disk. Raises OSError if it is not."""
+        record = {"event": event, "at": round(time.time(), 3), **facts}
+        os.write(self._descriptor, json.dumps(record).encode() + b"\n")
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._descriptor)
+
+
+def read_ledger(path: Path) -> tuple[LedgerRecord, ...]:
+    """Read all whole records of a ledger, whoever is writing it; no file gives no records.
+
+    A line torn by the writer's death is left out: the last one, or one that a later supervisor's
+    run_started follows. Raises LedgerDamaged for any other unreadable line.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return ()
+    parsed = [_parse(line) for line in lines]
+    for number, (record, following) in enumerate(pairwise(parsed), start=1):
+        if record is None and (following is None or following.event != "run_started"):
+            raise LedgerDamaged(
+                f"expected a JSON record in line {number} of {path}, got something else; restore "
+                "the file, or move it away after making sure that nothing of the run is left"
+            )
+    return tuple(record for record in parsed if record is not None)
+
+
+def _parse(line: bytes) -> LedgerRecord | None:
+    try:
+        data = json.loads(line)
+        return LedgerRecord(event=data.pop("event"), at=data.pop("at"), facts=data)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        started = [record for record in read_ledger(path) if record.event == "run_started"]
+        holder = started[-1].facts.get("supervisor_pid") if started else "unknown"
+        raise LedgerBusy(
+            f"{path} is held by a live supervisor (pid {holder}); end that run first, "
+            "or give this one a folder of its own"
+        ) from None
+
+
+def _is_torn(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

@@ -1,0 +1,37 @@
+"""Everything that can be known to be wrong before anything starts.
+
+Each check passes, adds a warning, or adds a problem that says what to do; all problems are told at
+once. Nothing here starts a server or takes a device.
+
+``models``   student and teachers on disk: readable, of one tokenizer, long enough
+``rows``     the data, the functions that judge it, and the sequences of the scoring proof
+``servers``  what the teacher servers need: an interpreter, a port
+``machine``  devices, disk, shared memory
+``report``   what was found
+"""
+
+from __future__ import annotations
+
+import functools
+
+from opd_core.config import ExperimentConfig
+from opd_core.preflight.machine import check_devices, check_room
+from opd_core.preflight.models import check_models, load_tokenizer, read_model_facts
+from opd_core.preflight.report import ModelFacts, PreflightReport
+from opd_core.preflight.rows import check_data, check_functions
+from opd_core.preflight.servers import check_servers
+
+__all__ = ["run_preflight", "PreflightReport", "ModelFacts", "read_model_facts"]
+
+
+def run_preflight(config: ExperimentConfig) -> PreflightReport:
+    """Check models, tokenizers, data, devices, ports, disk and memory against the configuration."""
+    report = PreflightReport()
+    tokenizers = functools.cache(load_tokenizer)
+    check_models(config, report, tokenizers)
+    check_data(config, report, tokenizers)
+    check_functions(config, report)
+    check_servers(config, report)
+    check_devices(config, report)
+    check_room(config, report)
+    return report

@@ -1,0 +1,111 @@
+"""The machine: devices that exist and are free, room on disk and in shared memory."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from opd_core.config import ExperimentConfig
+from opd_core.preflight.launches import launches
+from opd_core.preflight.report import PreflightReport
+
+BUSY_GPU_MIB = 1024
+"""Memory in use on a device above this is somebody else's work (a bare context takes less)."""
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of this host; ``used_mib`` 0 also where the driver does not say."""
+
+    index: str
+    uuid: str
+    used_mib: int
+
+
+def check_devices(config: ExperimentConfig, report: PreflightReport) -> None:
+    """Every GPU that is named exists, holds nobody's memory, and is given once."""
+    wanted: list[tuple[str, str]] = []
+    if config.ray.address is None:  # on an existing cluster the student's GPUs are elsewhere
+        wanted += [("student", device) for device in _gpus(config.student.devices)]
+    for server in launches(config):
+        devices = _gpus(server.launch.devices)
+        if devices and len(devices) < server.launch.tp_size:
+            report.problems.append(
+                f"{server.who}: tp_size {server.launch.tp_size} needs as many devices, "
+                f"got {', '.join(devices)}"
+            )
+        wanted += [(server.who, device) for device in devices]
+    if not wanted:
+        return
+    present = read_gpus()
+    owner: dict[Gpu, str] = {}
+    for who, device in wanted:
+        if device.startswith("MIG-"):
+            report.warnings.append(f"{who}: MIG device {device!r} is taken on trust")
+            continue
+        gpu = next((gpu for gpu in present if device in (gpu.index, gpu.uuid)), None)
+        if gpu is None:
+            there = ", ".join(gpu.index for gpu in present) or "none"
+            report.problems.append(f"{who}: no GPU {device!r} on this host (there: {there})")
+            continue
+        if gpu in owner:
+            report.problems.append(
+                f"{who}: GPU {device} is the same as that of {owner[gpu]} "
+                f"({gpu.index}, {gpu.uuid}): give each its own"
+            )
+        elif gpu.used_mib > BUSY_GPU_MIB:
+            report.problems.append(
+                f"{who}: GPU {device} already holds {gpu.used_mib} MiB of somebody's memory; "
+                "wait, or choose another device"
+            )
+        owner.setdefault(gpu, who)
+
+
+def _gpus(devices: tuple[str, ...]) -> list[str]:
+    return [device for device in devices if not device.startswith("cpu")]
+
+
+def read_gpus() -> list[Gpu]:
+    """The GPUs of this host, as nvidia-smi tells; none where there is no NVIDIA driver."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    gpus = []
+    for line in output.stdout.splitlines():
+        fields = [part.strip() for part in line.split(",")]
+        if len(fields) == 3:
+            index, uuid, mib = fields
+            gpus.append(Gpu(index, uuid, int(mib) if mib.isdecimal() else 0))
+    return gpus
+
+
+def check_room(config: ExperimentConfig, report: PreflightReport) -> None:
+    """The checkpoints fit on disk, and Ray's object store in shared memory."""
+    weights = report.student.weights_bytes if report.student else 0
+    copies = 1 + (config.training.keep_checkpoints + 1 if config.training.checkpoint_every else 1)
+    root = Path(config.run.root).expanduser().absolute()
+    existing = next(path for path in [root, *root.parents] if path.is_dir())
+    free, needed = shutil.disk_usage(existing).free, copies * weights + 2**28
+    if free < needed:
+        report.problems.append(
+            f"{root}: {free / 2**30:.1f} GiB free, this run needs about {needed / 2**30:.1f} GiB "
+            f"({copies} copies of the student); free some, or set run.root"
+        )
+    if config.ray.address is not None:
+        return
+    store = config.ray.object_store_mb * 2**20
+    if SHARED_MEMORY.exists() and (free := shutil.disk_usage(SHARED_MEMORY).free) < store:
+        report.problems.append(
+            f"{SHARED_MEMORY}: {free / 2**20:.0f} MiB free, Ray's object store needs "
+            f"{store / 2**20:.0f} MiB; enlarge it, or lower ray.object_store_mb"
+        )
+    if store < 2 * weights:
+        report.warnings.append(
+            f"ray.object_store_mb {config.ray.object_store_mb} holds fewer than two copies of the "
+            "student's weights; weight sync may spill to disk"
+        )

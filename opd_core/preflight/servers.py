@@ -1,0 +1,46 @@
+"""What the teacher servers need: an interpreter that has the server, and a port each."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections import Counter
+
+from opd_core.config import ExperimentConfig
+from opd_core.lifecycle.ports import port_is_free
+from opd_core.preflight.launches import Launched, launches
+from opd_core.preflight.report import PreflightReport
+
+SERVER_MODULE = {"sglang": "sglang", "lmdeploy": "lmdeploy"}
+
+
+def check_servers(config: ExperimentConfig, report: PreflightReport) -> None:
+    """Each server that the run starts can be started, at a port of its own."""
+    servers = launches(config)
+    for server in servers:
+        _check_interpreter(server, report)
+    ports = Counter(server.port for server in servers if server.port is not None)
+    for port, servers_there in sorted(ports.items()):
+        if servers_there > 1:
+            report.problems.append(
+                f"port {port} is given to {servers_there} teacher servers: change all but one, or "
+                "leave the port out (a free one is then taken)"
+            )
+        if not port_is_free(port):
+            who = next(server.who for server in servers if server.port == port)
+            report.problems.append(
+                f"{who}: port {port} is in use on 127.0.0.1; free it, or leave the port out "
+                "(a free one is then taken)"
+            )
+
+
+def _check_interpreter(server: Launched, report: PreflightReport) -> None:
+    python, module = server.launch.python, SERVER_MODULE.get(server.backend)
+    if python is not None:
+        if shutil.which(python) is None:
+            report.problems.append(f"{server.who}: launch.python {python!r} is not executable")
+    elif module is not None and importlib.util.find_spec(module) is None:
+        report.problems.append(
+            f"{server.who}: {server.backend} is not installed here; it needs an environment of its "
+            "own: set launch.python to that environment's interpreter"
+        )

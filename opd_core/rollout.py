@@ -1,0 +1,89 @@
+"""The records that travel through a run: a prompt, a rollout, a group.
+
+Alignment: position t of ``response_ids``, ``rollout_logprobs`` and ``teacher_logprobs``
+describes the same response token. The records are frozen; each stage returns a new one with its
+field filled in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """What has become of a rollout or a group."""
+
+    INIT = "init"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    FAILED = "failed"
+    FILTERED = "filtered"
+    EXPIRED = "expired"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the data, rendered and tokenised.
+
+    ``row`` is the row's number in its file (0-based): the public files repeat or lack other ids.
+    """
+
+    row: int
+    data_source: str
+    token_ids: tuple[int, ...]
+    text: str = ""
+    ground_truth: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """One sampled completion of a prompt and all that is known of it.
+
+    ``finish_reason`` is ``stop`` (the end token, which belongs to the response) or ``length``.
+    ``cause`` is a short word for counting, ``error_msg`` the sentence for people.
+    """
+
+    group_id: int
+    index: int
+    prompt: Prompt
+    status: Status = Status.INIT
+    response_ids: tuple[int, ...] = ()
+    rollout_logprobs: tuple[float, ...] = ()
+    text: str = ""
+    finish_reason: str = ""
+    policy_version: int = 0
+    teacher_logprobs: tuple[float, ...] | None = None
+    teacher_latency_s: float = 0.0
+    teacher_queue_s: float = 0.0
+    teacher_attempts: int = 0
+    reward: float | None = None
+    cause: str = ""
+    error_msg: str = ""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the answer was cut at the length limit."""
+        return self.finish_reason == "length"
+
+    def failed(self, cause: str, error_msg: str) -> RolloutState:
+        """This rollout as FAILED: final, with its reason."""
+        return replace(self, status=Status.FAILED, cause=cause, error_msg=error_msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one prompt; lives and dies as one."""
+
+    group_id: int
+    prompt: Prompt
+    rollouts: tuple[RolloutState, ...]
+    status: Status
+    cause: str = ""
+
+    @property
+    def error_msg(self) -> str:
+        """The first member's reason, if any."""
+        return next((r.error_msg for r in self.rollouts if r.error_msg), "")

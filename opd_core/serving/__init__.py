@@ -1,0 +1,7 @@
+"""Teacher servers: launching them, proving that they score, and the embedded one.
+
+commands.py      how each backend's server is started and stopped
+keyed_launch.py  starts a server with its key inside the process, out of the command line
+readiness.py     from "the process runs" to "it scores": health, then a scoring round trip
+embedded/        a teacher server of our own that speaks SGLang's protocol and only scores
+"""

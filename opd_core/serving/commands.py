@@ -1,0 +1,108 @@
+"""Launch commands of the teacher servers, one builder per backend.
+
+A key never shows in argv: the server is then started through ``keyed_launch.py``, which appends it
+inside the process. A launched server always binds to loopback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opd_core.config import Backend, LaunchConfig
+
+HOST = "127.0.0.1"
+KEYED_LAUNCH = Path(__file__).with_name("keyed_launch.py")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """How a server is started and how it likes to be stopped."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    stop_signal: str = "SIGTERM"
+    grace_s: float = 15.0
+
+
+def server_command(
+    backend: Backend, launch: LaunchConfig, *, name: str, port: int, keyed: bool = False
+) -> ServerCommand:
+    """The command that serves ``launch.model`` as ``name`` on loopback ``port``.
+
+    With ``keyed`` the server asks for the key in its environment variable ``OPD_API_KEY``.
+    """
+    build = {"sglang": _sglang, "lmdeploy": _lmdeploy, "embedded": _embedded}[backend]
+    module, flags, key_flag = build(launch, name, port)
+    python = launch.python or sys.executable
+    start = [python, "-m", module]
+    if keyed and key_flag:
+        start = [python, str(KEYED_LAUNCH), module, key_flag]
+    if keyed and backend == "sglang":  # at level info it logs its arguments, the key among them
+        flags += ["--log-level", "warning"]
+    return ServerCommand(
+        argv=(*start, *flags, *launch.extra_args),
+        env={**_device_env(backend, launch), **launch.env},
+        # SGLang drains for as long as requests come after SIGTERM; SIGINT ends it in seconds.
+        stop_signal="SIGINT" if backend == "sglang" else "SIGTERM",
+        grace_s=15.0 if backend == "embedded" else 30.0,
+    )
+
+
+def uses_gpu(launch: LaunchConfig) -> bool:
+    """Whether the server's devices are GPUs."""
+    return not launch.devices[0].startswith("cpu")
+
+
+def _sglang(launch: LaunchConfig, name: str, port: int) -> tuple[str, list[str], str]:
+    flags = ["--model-path", launch.model, "--served-model-name", name]
+    flags += ["--host", HOST, "--port", str(port), "--tp-size", str(launch.tp_size)]
+    flags += _given("--dtype", launch.dtype)
+    flags += _given("--context-length", launch.context_length)
+    flags += _given("--mem-fraction-static", launch.memory_fraction)
+    flags += _given("--chunked-prefill-size", launch.prefill_tokens)
+    if not uses_gpu(launch):
+        # Without --sleep-on-idle an idle scheduler keeps a whole core busy.
+        flags += ["--device", "cpu", "--attention-backend", "torch_native"]
+        flags += ["--sampling-backend", "pytorch", "--sleep-on-idle"]
+    return "sglang.launch_server", flags, "--api-key"
+
+
+def _lmdeploy(launch: LaunchConfig, name: str, port: int) -> tuple[str, list[str], str]:
+    # Only the PyTorch engine in raw_logprobs mode gives normalised input logprobs.
+    flags = ["serve", "api_server", launch.model, "--model-name", name]
+    flags += ["--server-name", HOST, "--server-port", str(port)]
+    flags += ["--backend", "pytorch", "--logprobs-mode", "raw_logprobs"]
+    flags += ["--tp", str(launch.tp_size)]
+    if launch.tp_size > 1:  # its default is Ray, which could join the training cluster
+        flags += ["--distributed-executor-backend", "mp"]
+    flags += _given("--dtype", launch.dtype)
+    flags += _given("--session-len", launch.context_length)
+    flags += _given("--cache-max-entry-count", launch.memory_fraction)
+    flags += _given("--max-prefill-token-num", launch.prefill_tokens)
+    return "lmdeploy", flags, "--api-keys"
+
+
+def _embedded(launch: LaunchConfig, name: str, port: int) -> tuple[str, list[str], str]:
+    flags = ["--model-path", launch.model, "--served-model-name", name]
+    flags += ["--host", HOST, "--port", str(port)]
+    flags += ["--device", "cuda" if uses_gpu(launch) else "cpu"]
+    flags += _given("--dtype", launch.dtype)
+    flags += _given("--context-length", launch.context_length)
+    flags += _given("--max-running-tokens", launch.prefill_tokens)
+    return "opd_core.serving.embedded", flags, ""  # reads OPD_API_KEY itself
+
+
+def _given(flag: str, value: object) -> list[str]:
+    return [] if value is None else [flag, str(value)]
+
+
+def _device_env(backend: Backend, launch: LaunchConfig) -> dict[str, str]:
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(launch.devices) if uses_gpu(launch) else ""}
+    if launch.cpu_threads is not None:
+        env["OMP_NUM_THREADS"] = str(launch.cpu_threads)
+    if backend == "sglang" and not uses_gpu(launch):
+        env["SGLANG_USE_CPU_ENGINE"] = "1"  # else it takes the Triton branch
+    return env

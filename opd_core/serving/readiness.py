@@ -1,0 +1,104 @@
+"""From "the process runs" to "it scores": health poll, then a scoring round trip."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+
+from opd_core.config import Backend, OPDTeacherConfig
+from opd_core.errors import ServingError
+from opd_core.scoring.client import TeacherFacts, TeacherLogprobClient
+from opd_core.scoring.proof import ScoringProof, prove_scoring
+
+HEALTH_PATH: dict[Backend, str] = {
+    "sglang": "/health_generate",
+    "embedded": "/health_generate",
+    "lmdeploy": "/health",
+}
+POLL_S = 0.5
+PROBE_TIMEOUT_S = 25.0
+"""SGLang answers 503 after 20 s when its scheduler does not move; one probe at a time waits for
+it."""
+
+
+def wait_until_healthy(
+    endpoint: str,
+    backend: Backend,
+    *,
+    limit_s: float,
+    still_alive: Callable[[], None],
+    waiting: Callable[[float, str], None] = lambda seconds, state: None,
+) -> float:
+    """Poll the server's health, one probe at a time, until it is ready; seconds that it took.
+
+    ``still_alive`` is called before every probe and raises as soon as the process is dead;
+    ``waiting`` gets the seconds so far and the last answer. Raises :class:`ServingError` after
+    ``limit_s``.
+    """
+    started = time.monotonic()
+    state = "no answer yet"
+    with httpx.Client(trust_env=False) as http:
+        while True:
+            still_alive()
+            left_s = max(limit_s - (time.monotonic() - started), POLL_S)
+            try:
+                response = http.get(
+                    endpoint + HEALTH_PATH[backend], timeout=min(PROBE_TIMEOUT_S, left_s)
+                )
+                state = f"HTTP {response.status_code}"
+                if response.status_code == 200:
+                    return time.monotonic() - started
+            except httpx.TransportError as error:
+                state = str(error) or type(error).__name__
+            seconds = time.monotonic() - started
+            if seconds > limit_s:
+                raise ServingError(
+                    f"the {backend} server at {endpoint} is not ready after {limit_s:.0f} s "
+                    f"(last answer: {state}); look at its log, or raise startup_limit_s"
+                )
+            waiting(seconds, state)
+            time.sleep(POLL_S)
+
+
+def read_model_info(endpoint: str, backend: Backend, api_key: str | None) -> dict[str, Any]:
+    """What the server says of its model; {} if it says nothing usable."""
+    paths = ["/v1/models"] if backend == "lmdeploy" else ["/model_info", "/get_model_info"]
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(trust_env=False, timeout=10.0, headers=headers) as http:
+        for path in paths:
+            try:
+                response = http.get(endpoint + path)
+                info = _one_model(response.json()) if response.status_code == 200 else {}
+            except (httpx.TransportError, ValueError):
+                continue
+            if info:
+                return info
+    return {}
+
+
+def _one_model(answer: Any) -> dict[str, Any]:
+    """``/v1/models`` gives a list of models, ``/model_info`` the model itself."""
+    if isinstance(answer, dict) and isinstance(answer.get("data"), list):
+        answer = next(iter(answer["data"]), None)
+    return answer if isinstance(answer, dict) else {}
+
+
+def prove_teacher(
+    teacher: OPDTeacherConfig,
+    facts: TeacherFacts,
+    api_key: str | None,
+    sequences: Sequence[Sequence[int]],
+    tolerance: float,
+) -> ScoringProof:
+    """The scoring round trip, on all replicas of a teacher. Raises :class:`ServingError`."""
+
+    async def run() -> ScoringProof:
+        impatient = teacher.model_copy(update={"away_limit_s": 5.0})
+        async with TeacherLogprobClient(impatient, facts, api_key=api_key) as client:
+            return await prove_scoring(client, sequences, tolerance)
+
+    return asyncio.run(run())

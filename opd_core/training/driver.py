@@ -1,0 +1,63 @@
+"""The Ray job of a run: ``python -m opd_core.training.driver RUN_DIR``.
+
+Reads ``config.json`` and ``teachers.json`` from the run directory, runs the train loop, and leaves
+``metrics.jsonl`` and ``result.json`` there. Heavy imports are inside functions: the judge's process
+imports this module again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opd_core.config import ExperimentConfig
+    from opd_core.training.results import RunResult
+
+CONFIG_FILE = "config.json"
+TEACHERS_FILE = "teachers.json"
+JOURNAL_FILE = "metrics.jsonl"
+
+
+def main() -> int:
+    """Run the job; the exit status is 0 only if training completed."""
+    from opd_core.errors import OPDError
+    from opd_core.recipe import parse_config
+    from opd_core.training.results import RunResult
+
+    run_dir = Path(sys.argv[1])
+    try:
+        source = run_dir / CONFIG_FILE
+        config = parse_config(json.loads(source.read_text(encoding="utf-8")), source=str(source))
+        result = asyncio.run(run_training(config, run_dir))
+    except OPDError as error:
+        result = RunResult("failed", type(error).__name__, str(error))
+    result.write(run_dir)
+    print(f"{result.status} {result.error_type} {result.error}".strip(), flush=True)
+    return 0 if result.status == "completed" else 1
+
+
+async def run_training(config: ExperimentConfig, run_dir: Path) -> RunResult:
+    """Connect to Ray, start the actors, train."""
+    from opd_core.training import actors
+    from opd_core.training.assembly import build_loop
+    from opd_core.training.results import completed
+
+    started = time.perf_counter()
+    actors.connect()
+    sampler, learner = await actors.start_actors(config)
+    seconds = {"actors_start": time.perf_counter() - started}
+    async with AsyncExitStack() as exits:
+        loop, prompts = await build_loop(config, run_dir, sampler, learner, exits, os.environ)
+        outcome = await loop.run()
+    return completed(outcome, prompts, seconds)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,52 @@
+"""The Ray cluster that the student runs on: a private head of this run, or an existing cluster."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from opd_core.lifecycle.ports import reserve_ports
+from opd_core.lifecycle.records import ChildSpec
+from opd_core.training.head import PORT_FLAGS, head_command, write_token
+from tasks.console import announce
+from tasks.session import Cluster, Session
+
+STOP_FIRST = 0
+STOP_LAST = 1
+HEAD = "ray-head"
+
+
+@task(name="start Ray cluster", cache_policy=NO_CACHE)
+def start_cluster(session: Session) -> None:
+    """Start a private head under the supervisor; it comes up while the teacher loads."""
+    run = session.run
+    if run.config.ray.address is not None:
+        session.cluster = Cluster(run.config.ray.address, token=None, owned=False)
+        announce(f"using the Ray cluster at {run.config.ray.address}")
+        return
+    # A short path: Ray's sockets live in it, and a socket's path holds 107 characters at most.
+    temp_dir = Path(tempfile.mkdtemp(prefix="opd-ray-"))
+    token = write_token(temp_dir / "token")
+    with reserve_ports(len(PORT_FLAGS)) as reserved:
+        ports = reserved.ports
+        command = head_command(run.config, ports, temp_dir, temp_dir / "token")
+    session.supervisor.spawn(
+        ChildSpec(
+            name=HEAD,
+            kind="ray",
+            argv=command.argv,
+            env={**command.env, **session.key_environment},
+            cwd=run.directory,
+            log=run.log(HEAD),
+            stop_order=STOP_FIRST,
+            grace_s=15.0,
+            ports=ports,
+            scratch=(temp_dir,),
+            ledger_argv=command.argv,
+        )
+    )
+    session.cluster = Cluster(command.dashboard, token=token, owned=True)
+    announce(f"starting a private Ray head ({command.dashboard})")

@@ -1,0 +1,107 @@
+"""What a person at the terminal sees: one line a stage, and a progress bar while training.
+
+The same lines go to the Prefect run's log. Without a terminal (a worker) only the log gets them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+CONSOLE_VARIABLE = "OPD_CONSOLE"
+"""Set to 1 by the command line; a worker's console shows Prefect's log instead."""
+CONSOLE = Console(stderr=True, highlight=False)
+PLAIN_EVERY_S = 15.0
+
+
+def logger() -> Any:
+    """The Prefect run's logger inside a run, a plain one outside."""
+    try:
+        return get_run_logger()
+    except MissingContextError:
+        return logging.getLogger("opd")
+
+
+def announce(text: str, style: str = "") -> None:
+    """Tell both the terminal and the run's log."""
+    logger().info(text)
+    if os.environ.get(CONSOLE_VARIABLE) == "1":
+        CONSOLE.print(text, style=style or None, markup=False)
+
+
+def warn(text: str) -> None:
+    """Tell a warning to both."""
+    logger().warning(text)
+    if os.environ.get(CONSOLE_VARIABLE) == "1":
+        CONSOLE.print(f"warning: {text}", style="yellow", markup=False)
+
+
+class TrainingProgress:
+    """Progress of training: a live bar on a terminal, else a line every few seconds."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._step = 0
+        self._last_line = 0.0
+        self._accuracy = "-"
+        self._live = os.environ.get(CONSOLE_VARIABLE) == "1" and sys.stderr.isatty()
+        self._bar = Progress(
+            TextColumn("train step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("opd_reverse_kl {task.fields[kl]}  accuracy {task.fields[accuracy]}"),
+            TimeRemainingColumn(),
+            console=CONSOLE,
+            disable=not self._live,
+        )
+        self._task: TaskID = self._bar.add_task("", total=steps, kl="-", accuracy="-")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, train_step: int, metrics: Mapping[str, float]) -> None:
+        """Take in one record of the journal."""
+        if "eval/accuracy" in metrics:
+            self._accuracy = f"{metrics['eval/accuracy']:.1%}"
+            self._bar.update(self._task, accuracy=self._accuracy)
+            announce(f"  step {train_step}: held-out accuracy {self._accuracy}")
+        if "time/step_s" not in metrics:
+            return
+        self._step = train_step
+        kl = metrics.get("opd_reverse_kl")
+        shown = "-" if kl is None else f"{kl:.3f}"
+        self._bar.update(self._task, completed=train_step, kl=shown)
+        now = time.monotonic()
+        if not self._live and now - self._last_line > PLAIN_EVERY_S:
+            self._last_line = now
+            left = (self._steps - train_step) * metrics["time/step_s"]
+            announce(
+                f"  step {train_step}/{self._steps}  opd_reverse_kl {shown}  "
+                f"accuracy {self._accuracy}  about {left:.0f} s left"
+            )

@@ -1,0 +1,93 @@
+"""The run directory, and everything that is checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from opd_core.config import ExperimentConfig, OPDTeacherConfig
+from opd_core.errors import PreflightError
+from opd_core.preflight import PreflightReport, run_preflight
+from opd_core.training.driver import CONFIG_FILE
+from tasks.console import announce, warn
+
+LOGS = "logs"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run: what it does and where everything of it lies."""
+
+    run_id: str
+    directory: Path
+    config: ExperimentConfig
+
+    def log(self, name: str) -> Path:
+        """The log file of one of its processes."""
+        return self.directory / LOGS / f"{name}.log"
+
+
+@task(name="open run directory", cache_policy=NO_CACHE)
+def open_run(config: ExperimentConfig) -> RunRecord:
+    """Create ``<root>/<name>-<id>/`` with the resolved recipe in it."""
+    run_id = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    directory = Path(config.run.root).expanduser().absolute() / run_id
+    (directory / LOGS).mkdir(parents=True)
+    run = RunRecord(run_id, directory, config)
+    write_config(run)
+    return run
+
+
+def write_config(run: RunRecord) -> None:
+    """Write the resolved recipe: what was run, every default spelled out, no key in it."""
+    text = json.dumps(run.config.resolved(), indent=2)
+    (run.directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+@task(name="check environment", cache_policy=NO_CACHE)
+def check_environment(config: ExperimentConfig) -> PreflightReport:
+    """All checks; raises :class:`~opd_core.errors.PreflightError` with every problem found."""
+    started = time.perf_counter()
+    report = run_preflight(config)
+    for teacher in config.opd.teachers if config.opd else ():
+        try:
+            resolve_key(teacher)
+        except PreflightError as error:
+            report.problems.append(str(error))
+    for warning in report.warnings:
+        warn(warning)
+    report.raise_problems()
+    rows = sum(report.data_sources.values())
+    announce(f"checked models, data ({rows} rows), ports in {time.perf_counter() - started:.1f} s")
+    return report
+
+
+def resolve_key(teacher: OPDTeacherConfig) -> str | None:
+    """The teacher's API key from where its reference says it is kept.
+
+    Raises :class:`PreflightError` if it is not there.
+    """
+    if teacher.api_key is None:
+        return None
+    reference = teacher.api_key.get_secret_value()
+    kind, _, name = reference.partition(":")
+    who = f"teacher {teacher.name!r}: api_key {reference!r}"
+    if kind == "env":
+        if name not in os.environ:
+            raise PreflightError(f"{who}: the environment variable {name} is not set")
+        return os.environ[name]
+    if kind == "block":
+        from prefect.blocks.system import Secret
+
+        try:
+            return str(Secret.load(name).get())  # type: ignore[union-attr]
+        except ValueError as error:
+            raise PreflightError(f"{who}: no such Prefect Secret block ({error})") from None
+    return reference

@@ -1,0 +1,229 @@
+"""What is told of a run: parameters, tags, metrics, artifacts, the summary and the model card."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prefect.runtime import deployment, flow_run
+from rich.table import Table
+
+from opd_core.lifecycle.ledger import LEDGER_FILE
+from opd_core.lifecycle.records import RECEIPT_FILE, Receipt
+from opd_core.preflight import PreflightReport
+from opd_core.tracking.journal import JournalReader
+from opd_core.tracking.mlflow_sink import (
+    RUN_TAG,
+    MlflowRun,
+    MlflowSink,
+    bound_http_waits,
+    flatten_params,
+    tracking_uri,
+)
+from opd_core.tracking.shipper import Shipper, SinkFactory
+from opd_core.tracking.sink import Artifact, Ending, RunStatus
+from opd_core.tracking.tensorboard_sink import TensorBoardSink
+from opd_core.training.driver import CONFIG_FILE, JOURNAL_FILE
+from opd_core.training.results import RESULT_FILE, RunResult, read_result
+from tasks.console import CONSOLE, CONSOLE_VARIABLE, warn
+from tasks.environment import LOGS, RunRecord
+
+SUMMARY_FILE = "summary.json"
+MODEL_CARD_FILE = "model_card.md"
+SHIP_WITHIN_S = 60.0
+PACKAGES = ("torch", "transformers", "ray", "prefect", "mlflow")
+MLFLOW_STATUS: dict[str, RunStatus] = {"completed": "FINISHED", "cancelled": "KILLED"}
+
+
+class Tracker:
+    """The run's journal on its way to MLflow and TensorBoard."""
+
+    def __init__(self, run: RunRecord, shipper: Shipper) -> None:
+        self._run = run
+        self._shipper = shipper
+
+    @classmethod
+    def start(cls, run: RunRecord, checked: PreflightReport) -> Tracker:
+        """Start shipping in the background; returns at once."""
+        bound_http_waits()
+        config = run.config
+        sinks: dict[str, SinkFactory] = {}
+        if config.tracking.mlflow:
+            sinks["mlflow"] = partial(MlflowSink, _mlflow_run(run, checked))
+        if config.tracking.tensorboard:
+            sinks["tensorboard"] = partial(TensorBoardSink, run.directory / "tensorboard")
+        shipper = Shipper(JournalReader(run.directory / JOURNAL_FILE), sinks)
+        shipper.start()
+        return cls(run, shipper)
+
+    @property
+    def mlflow_run_id(self) -> str | None:
+        """MLflow's id of the run, once it has one."""
+        sink = self._shipper.report().sinks.get("mlflow")
+        return sink.reference if sink else None
+
+    def finish(self, summary: Mapping[str, Any]) -> str | None:
+        """Ship the rest and the final status; never raises. Returns MLflow's run id."""
+        run = self._run
+        kept = [CONFIG_FILE, JOURNAL_FILE, RESULT_FILE, SUMMARY_FILE, MODEL_CARD_FILE]
+        kept += [LEDGER_FILE, RECEIPT_FILE, LOGS]
+        status = str(summary["status"])
+        ending = Ending(
+            status=MLFLOW_STATUS.get(status, "FAILED"),
+            tags={"opd.status": status, "opd.student_path": summary["student_path"]},
+            artifacts=tuple(
+                Artifact(run.directory / name) for name in kept if (run.directory / name).exists()
+            ),
+        )
+        report = self._shipper.close(SHIP_WITHIN_S, ending)
+        for name, sink in report.sinks.items():
+            if not sink.complete:
+                warn(
+                    f"{name} is incomplete ({sink.shipped} of {report.records_read} records; "
+                    f"{sink.last_error}); {run.directory / JOURNAL_FILE} holds everything"
+                )
+        return self.mlflow_run_id
+
+
+def build_summary(
+    run: RunRecord, receipt: Receipt, seconds: Mapping[str, float], error: BaseException | None
+) -> dict[str, Any]:
+    """What ``summary.json`` holds, for a run that ended in any way."""
+    result = read_result(run.directory) or RunResult(status="failed")
+    status = "completed"
+    if error is not None:
+        status = "failed" if isinstance(error, Exception) else "cancelled"
+    elif not receipt.clean:
+        status = "failed"
+    return {
+        "status": status,
+        "error": "" if error is None else f"{type(error).__name__}: {error}",
+        "run_id": run.run_id,
+        "recipe": run.config.name,
+        "seed": run.config.seed,
+        "train_steps": result.train_steps,
+        "accuracy": asdict(result.accuracy),
+        "opd_reverse_kl": asdict(result.opd_reverse_kl),
+        "groups": {key: result.groups.get(key, 0) for key in ("completed", "filtered", "failed")},
+        "survivors": result.survivors,
+        "prompts": result.prompts,
+        "seconds": {k: round(v, 3) for k, v in {**seconds, **result.seconds}.items()},
+        "teardown_clean": receipt.clean,
+        "mlflow_run_id": None,
+        "student_path": result.student_path,
+        "run_directory": str(run.directory),
+    }
+
+
+def write_summary(run: RunRecord, summary: Mapping[str, Any]) -> None:
+    """Write ``summary.json``; it appears whole or not at all."""
+    partial_file = run.directory / (SUMMARY_FILE + ".partial")
+    partial_file.write_text(json.dumps(summary, indent=2), encoding="utf-8")
+    os.replace(partial_file, run.directory / SUMMARY_FILE)
+
+
+def write_model_card(run: RunRecord, checked: PreflightReport, summary: Mapping[str, Any]) -> None:
+    """Write what the student is, where it comes from and how it was measured."""
+    opd, config = run.config.opd, run.config
+    teachers = {name: facts.fingerprint for name, facts in checked.teachers.items()}
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    lines = [
+        f"# {config.name}: a student distilled on-policy",
+        "",
+        config.description,
+        "",
+        f"- Base: `{config.student.model}` ({checked.student and checked.student.fingerprint})",
+        f"- Teachers: {teachers or [t.name for t in opd.teachers] if opd else 'none'}",
+        f"- Data: `{config.data.train}` {checked.data_sources}",
+        f"- Train steps: {summary['train_steps']}, seed {config.seed}, status {summary['status']}",
+        f"- Held-out accuracy (sampled): {_span(summary['accuracy'])}",
+        f"- opd_reverse_kl (nats/token, first and last five train steps): "
+        f"{_span(summary['opd_reverse_kl'])}",
+        f"- Groups: {summary['groups']}",
+        f"- Recipe hash {recipe_hash(run)}, code {git_commit()}, {versions}",
+    ]
+    (run.directory / MODEL_CARD_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def show_summary(summary: Mapping[str, Any]) -> None:
+    """Print the table that ends a run at the terminal."""
+    if os.environ.get(CONSOLE_VARIABLE) != "1":
+        return
+    table = Table(title=f"{summary['run_id']}: {summary['status']}", show_header=False)
+    table.add_row("accuracy (held out, sampled)", _span(summary["accuracy"]))
+    table.add_row("opd_reverse_kl (nats/token)", _span(summary["opd_reverse_kl"]))
+    groups = summary["groups"]
+    table.add_row("groups", ", ".join(f"{count} {status}" for status, count in groups.items()))
+    seconds = sorted(summary["seconds"].items(), key=lambda item: -item[1])
+    table.add_row("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds))
+    table.add_row("teardown", "nothing left" if summary["teardown_clean"] else "NOT CLEAN")
+    table.add_row("student", summary["student_path"] or "-")
+    table.add_row("MLflow run", summary["mlflow_run_id"] or "-")
+    table.add_row("everything else", summary["run_directory"])
+    if summary["error"]:
+        table.add_row("error", summary["error"])
+    CONSOLE.print(table)
+
+
+def _span(span: Mapping[str, Any]) -> str:
+    def number(key: str) -> str:
+        value, stderr = span[key], span[f"{key}_stderr"]
+        return "-" if value is None else f"{value:.3f} ± {stderr:.3f}"
+
+    return f"{number('before')} → {number('after')}"
+
+
+def recipe_hash(run: RunRecord) -> str:
+    """Hash of the resolved recipe."""
+    return hashlib.sha256(json.dumps(run.config.resolved()).encode()).hexdigest()[:12]
+
+
+def git_commit() -> str:
+    """The commit of the code, with ``+changes`` if the working tree differs; ``unknown``
+    outside."""
+    root = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return "unknown"
+    return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _mlflow_run(run: RunRecord, checked: PreflightReport) -> MlflowRun:
+    config = run.config
+    root = Path(config.run.root).expanduser().absolute()
+    tags = {
+        RUN_TAG: run.run_id,
+        "opd.recipe": config.name,
+        "opd.recipe_hash": recipe_hash(run),
+        "opd.run_directory": str(run.directory),
+        "opd.host": platform.node(),
+        "opd.student_fingerprint": checked.student.fingerprint if checked.student else "",
+        "git.commit": git_commit(),
+        "prefect.flow_run_id": str(flow_run.id or ""),
+        "prefect.deployment_id": str(deployment.id or ""),
+    }
+    tags |= {f"opd.teacher_fingerprint.{n}": f.fingerprint for n, f in checked.teachers.items()}
+    return MlflowRun(
+        tracking_uri=tracking_uri(config.tracking, root),
+        artifact_root=root / "mlartifacts" if config.tracking.mlflow_uri is None else None,
+        experiment=config.tracking.experiment,
+        run_name=run.run_id,
+        params=flatten_params(config.resolved()),
+        tags=tags,
+    )

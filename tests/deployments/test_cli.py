@@ -1,0 +1,51 @@
+"""The command line, as far as it answers without starting anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def opd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deployments.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_a_typing_error_in_an_override_names_the_key_and_the_right_one() -> None:
+    done = opd("run", "tiny", "--set", "trainin.steps=20")
+    assert done.returncode == 2
+    assert "tiny.yaml" in done.stderr
+    assert "did you mean 'training'?" in done.stderr
+
+
+def test_an_unknown_recipe_lists_those_that_ship() -> None:
+    done = opd("run", "tinny")
+    assert done.returncode == 2
+    assert "smollm2_heal, tiny" in done.stderr
+
+
+def test_an_unknown_preparation_lists_those_that_exist() -> None:
+    done = opd("prepare", "nothing")
+    assert done.returncode == 2
+    assert "smollm2" in done.stderr
+
+
+def test_recipes_are_listed_with_what_they_do() -> None:
+    done = opd("recipes")
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["smollm2_heal", "tiny"]
+
+
+def test_the_page_of_settings_is_the_configurations_own() -> None:
+    done = opd("settings")
+    assert done.stdout == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", ["run", "prepare", "recipes", "settings"])
+def test_every_command_explains_itself(command: str) -> None:
+    assert "Usage" in opd(command, "--help").stdout

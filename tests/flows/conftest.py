@@ -1,0 +1,157 @@
+"""Whole runs, started the way a user starts them: the ``opd`` command in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 240.0
+
+
+@dataclass
+class OpdRun:
+    """One ``opd run`` process and the run directory that it makes."""
+
+    process: subprocess.Popen[str]
+    root: Path
+    log: Path
+
+    def directory(self) -> Path:
+        """The run directory, once it is there."""
+        return self.wait_for(lambda: next(iter(self.root.glob("tiny-*/")), None), "run directory")
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
+        """Wait for a truthy value; fail with the process's output if it ends before."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            if self.process.poll() is not None and not condition():
+                pytest.fail(f"ended ({self.process.returncode}) before {what}:\n{self.output()}")
+            time.sleep(0.1)
+        pytest.fail(f"no {what} after {WAIT_S:.0f} s:\n{self.output()}")
+
+    def journal(self) -> list[dict[str, Any]]:
+        """The records written so far."""
+        path = self.directory() / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def trained_steps(self) -> int:
+        """Train steps in the journal."""
+        return sum("time/step_s" in record["metrics"] for record in self.journal())
+
+    def finish(self) -> int:
+        """The exit status, once it has ended."""
+        return self.process.wait(timeout=WAIT_S)
+
+    def output(self) -> str:
+        """All that it has printed."""
+        return self.log.read_text()
+
+    def json_file(self, name: str) -> dict[str, Any]:
+        """A JSON file of the run directory."""
+        return dict(json.loads((self.directory() / name).read_text()))
+
+    def processes(self) -> list[int]:
+        """Living processes that carry the run's mark in their environment."""
+        mark = f"OPD_RUN_ID={self.directory().name}".encode()
+        return [pid for pid, environment in _environments() if mark in environment.split(b"\0")]
+
+
+def _environments() -> Iterator[tuple[int, bytes]]:
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                yield int(folder.name), (folder / "environ").read_bytes()
+            except OSError:
+                continue
+
+
+@pytest.fixture
+def opd(tmp_path: Path, prefect_api: str) -> Iterator[Callable[..., OpdRun]]:
+    """Starts ``opd run tiny`` with overrides; whatever still runs at the end is killed."""
+    runs: list[OpdRun] = []
+
+    def start(*overrides: str, api: str | None = prefect_api, recipe: str = "tiny") -> OpdRun:
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")},
+            "PREFECT_HOME": str(tmp_path / "prefect"),
+            "OMP_NUM_THREADS": "1",
+            **({"PREFECT_API_URL": api} if api else {}),
+        }
+        command = [sys.executable, "-m", "deployments.cli", "run", recipe, "--json"]
+        for override in (f"run.root={tmp_path / 'runs'}", *overrides):
+            command += ["--set", override]
+        log = tmp_path / f"opd-{len(runs)}.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        runs.append(OpdRun(process, tmp_path / "runs", log))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGKILL)
+            run.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Prefect server on SQLite, for all runs of the session."""
+    import httpx
+
+    from opd_core.lifecycle.ports import reserve_ports
+
+    home = tmp_path_factory.mktemp("prefect-server")
+    with reserve_ports(1) as reserved:
+        port = reserved.ports[0]
+    url = f"http://127.0.0.1:{port}/api"
+    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "0"}
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1"]
+    with (home / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            [*command, "--port", str(port)],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            assert server.poll() is None, (home / "server.log").read_text()
+            assert time.monotonic() < deadline, "the Prefect server did not start"
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(timeout=30)
+        finally:
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGKILL)

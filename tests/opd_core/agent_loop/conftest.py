@@ -1,0 +1,154 @@
+"""Stand-ins for the loop's organs: a sampler, a scorer and a judge that do as a test says, and note
+what was asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from opd_core.agent_loop.judging import JudgeError
+from opd_core.agent_loop.loop import AgentLoop, GroupRequest, LoopSettings
+from opd_core.rollout import Prompt, RolloutState
+from opd_core.sampling.protocol import Completion, SampleRequest
+
+Key = tuple[int, int]
+
+
+async def _at_once(_: object) -> None:
+    await asyncio.sleep(0)
+
+
+class FakeSampler:
+    """Gives completions one by one, in the order that ``order`` makes of the requests.
+
+    ``before`` is awaited before each of them; keys in ``omit`` are never given; ``error`` is raised
+    after all others.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[list[SampleRequest]] = []
+        self.order: Callable[[list[SampleRequest]], Sequence[SampleRequest]] = lambda r: r
+        self.before: Callable[[SampleRequest], Awaitable[object]] = _at_once
+        self.omit: set[Key] = set()
+        self.error: Exception | None = None
+        self.streams_open = 0
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> AsyncIterator[list[Completion]]:
+        self.calls.append(list(requests))
+        self.streams_open += 1
+        try:
+            for request in self.order(list(requests)):
+                if request.key not in self.omit:
+                    await self.before(request)
+                    yield [self.completion(request)]
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.streams_open -= 1
+
+    def completion(self, request: SampleRequest) -> Completion:
+        """Response ids that name the group and the index; logprobs that go with them."""
+        group_id, index = request.key
+        ids = (10 + group_id, 10 + index, 1)
+        reason = "length" if index % 2 else "stop"
+        return Completion(request.key, ids, (-0.5, -0.25 * (1 + index), -0.1), reason, 4)
+
+
+class FakeScorer:
+    """Scores every token -1, except for the keys in ``fails``; ``before`` is awaited first."""
+
+    def __init__(self, log: list[tuple[str, Any]]) -> None:
+        self.scored: list[Key] = []
+        self.log = log
+        self.before: Callable[[RolloutState], Awaitable[object]] = _at_once
+        self.fails: set[Key] = set()
+
+    async def score(self, rollout: RolloutState) -> RolloutState:
+        key = (rollout.group_id, rollout.index)
+        self.scored.append(key)
+        self.log.append(("score", key))
+        await self.before(rollout)
+        if key in self.fails:
+            return rollout.failed("http_503", "teacher 'big': HTTP 503")
+        return replace(rollout, teacher_logprobs=(-1.0,) * len(rollout.response_ids))
+
+
+class FakeJudge:
+    """Rewards a rollout with ``reward(text, prompt)``, which may raise JudgeError."""
+
+    def __init__(self, log: list[tuple[str, Any]]) -> None:
+        self.log = log
+        self.seen: list[str] = []
+        self.batches: list[tuple[RolloutState, ...]] = []
+        self.before: Callable[[object], Awaitable[object]] = _at_once
+        self.reward: Callable[[str, Prompt], float] = lambda text, prompt: 1.0
+        self.error: str | None = None
+
+    async def judge(self, text: str, prompt: Prompt) -> float:
+        self.seen.append(text)
+        self.log.append(("judge", text))
+        await self.before(text)
+        return self._give(text, prompt)
+
+    async def judge_batch(self, rollouts: Sequence[RolloutState]) -> list[float]:
+        self.batches.append(tuple(rollouts))
+        self.log.append(("judge together", rollouts[0].group_id))
+        await self.before(rollouts)
+        return [self._give(r.text, r.prompt) for r in rollouts]
+
+    def _give(self, text: str, prompt: Prompt) -> float:
+        if self.error is not None:
+            raise JudgeError(self.error)
+        return self.reward(text, prompt)
+
+
+def _decode(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def log() -> list[tuple[str, Any]]:
+    """What happened, in order, over all organs."""
+    return []
+
+
+@pytest.fixture
+def sampler() -> FakeSampler:
+    return FakeSampler()
+
+
+@pytest.fixture
+def scorer(log: list[tuple[str, Any]]) -> FakeScorer:
+    return FakeScorer(log)
+
+
+@pytest.fixture
+def judge(log: list[tuple[str, Any]]) -> FakeJudge:
+    return FakeJudge(log)
+
+
+@pytest.fixture
+def make_loop(sampler: FakeSampler, scorer: FakeScorer) -> Callable[..., AgentLoop]:
+    """``make_loop(group_size=2, scorer=…, judge=…, batch_judge=…, filter_func=…)``."""
+
+    def make(group_size: int = 2, seed: int = 7, **organs: Any) -> AgentLoop:
+        settings = LoopSettings(group_size, max_new_tokens=3, seed=seed)
+        defaults = {"sampler": sampler, "scorer": scorer, "decode": _decode}
+        return AgentLoop(settings, **(defaults | organs))
+
+    return make
+
+
+@pytest.fixture
+def requests_for(make_prompt: Callable[..., Prompt]) -> Callable[..., list[GroupRequest]]:
+    """``requests_for(count)``: groups 0, 1, … of the prompts of rows 0, 1, …"""
+    return lambda count: [GroupRequest(i, make_prompt(i)) for i in range(count)]
+
+
+@pytest.fixture
+def decode() -> Callable[[Sequence[int]], str]:
+    return _decode

@@ -1,0 +1,188 @@
+"""One update is the same however its batch is cut, and it moves towards the teacher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from opd_core.config import OPDConfig, OPDTeacherConfig, TrainingConfig
+from opd_core.errors import TrainingError
+from opd_core.training.batch import MiniBatch, TrainBatch, TrainSample
+from opd_core.training.learner import Learner
+from opd_core.training.models import load_model, load_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def opd_config(**changes: Any) -> OPDConfig:
+    teacher = OPDTeacherConfig(name="t", endpoint="http://127.0.0.1:1")
+    return OPDConfig(teachers=(teacher,), default_teacher="t", **changes)
+
+
+def training_config(**changes: Any) -> TrainingConfig:
+    settings = {"steps": 1, "prompts_per_step": 6, "learning_rate": 1e-3, "weight_decay": 0.0}
+    return TrainingConfig(**(settings | changes))
+
+
+def learner_of(path: Path, opd: OPDConfig | None = None, **training: Any) -> Learner:
+    model = load_model(str(path), "float32", CPU)
+    return Learner(model, load_tokenizer(str(path)), training_config(**training), opd)
+
+
+def scored_batch(student: Path, teacher: Path, mini_batches: int = 1) -> TrainBatch:
+    """Ragged random sequences with the student's and the teacher's true logprobs."""
+    models = [
+        AutoModelForCausalLM.from_pretrained(p).requires_grad_(False) for p in (student, teacher)
+    ]
+    draw = torch.Generator().manual_seed(5)
+    samples = []
+    for number in range(6):
+        prompt, length = 1 + number % 3, 4 + 2 * number
+        ids = torch.randint(2, 18, (1, prompt + length), generator=draw)
+        exact = [m(ids).logits[0].log_softmax(-1) for m in models]
+        own, theirs = (
+            e[prompt - 1 : -1].gather(-1, ids[0, prompt:, None])[:, 0].tolist() for e in exact
+        )
+        samples.append(
+            TrainSample(tuple(ids[0].tolist()), prompt, tuple(own), tuple(theirs), 0.0, number % 2)
+        )
+    parts = [tuple(samples[i::mini_batches]) for i in range(mini_batches)]
+    minis = tuple(MiniBatch(p, sum(s.response_tokens for s in p)) for p in parts)
+    return TrainBatch(minis, ("a", "b"), scored=True)
+
+
+def weights_after(learner: Learner, batch: TrainBatch) -> tuple[dict[str, Any], dict[str, float]]:
+    metrics = learner.update(batch)
+    return learner.weights(), metrics
+
+
+def test_any_micro_batch_split_gives_the_same_update(student_dir: Path, teacher_dir: Path) -> None:
+    batch = scored_batch(student_dir, teacher_dir)
+    whole, metrics = weights_after(learner_of(student_dir, opd_config()), batch)
+    split, split_metrics = weights_after(
+        learner_of(student_dir, opd_config(), micro_batch_tokens=1, logprob_chunk_tokens=3), batch
+    )
+    # Adam divides by the gradient's size, so compare to the learning rate, not to zero.
+    assert max(float((whole[n] - split[n]).abs().max()) for n in whole) < 0.02 * 1e-3
+    assert split_metrics["opd_reverse_kl"] == pytest.approx(metrics["opd_reverse_kl"], rel=1e-5)
+    assert split_metrics["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
+
+
+def test_metrics_are_those_of_an_independent_computation(
+    student_dir: Path, teacher_dir: Path
+) -> None:
+    batch = scored_batch(student_dir, teacher_dir)
+    metrics = learner_of(student_dir, opd_config()).update(batch)
+    gaps = [
+        (own - theirs, sample.source_index)
+        for sample in batch.mini_batches[0].samples
+        for own, theirs in zip(sample.rollout_logprobs, sample.teacher_logprobs, strict=True)
+    ]
+    assert metrics["response_tokens"] == len(gaps)
+    mean = sum(g for g, _ in gaps) / len(gaps)
+    assert metrics["opd_reverse_kl"] == pytest.approx(mean, abs=1e-5)
+    of_b = [g for g, source in gaps if source == 1]
+    assert metrics["opd_reverse_kl/b"] == pytest.approx(sum(of_b) / len(of_b), abs=1e-5)
+    assert metrics["engine_logprob_gap"] < 1e-5
+
+
+def test_updates_bring_the_student_closer_to_the_teacher(
+    student_dir: Path, teacher_dir: Path
+) -> None:
+    """On fixed tokens, raising those the teacher likes more lowers the advantage-weighted gap."""
+    batch = scored_batch(student_dir, teacher_dir)
+    learner = learner_of(student_dir, opd_config(), learning_rate=3e-4)
+    gaps = [learner.update(batch)["opd_abs_logprob_diff"] for _ in range(16)]
+    assert gaps[-1] < 0.9 * gaps[0]
+
+
+def test_a_teacher_equal_to_the_student_moves_nothing(student_dir: Path) -> None:
+    batch = scored_batch(student_dir, student_dir)
+    learner = learner_of(student_dir, opd_config())
+    metrics = learner.update(batch)
+    assert abs(metrics["opd_reverse_kl"]) < 1e-6
+    assert metrics["grad_norm"] < 1e-5
+
+
+def test_several_optimizer_steps_use_the_logprobs_from_before_the_first(
+    student_dir: Path, teacher_dir: Path
+) -> None:
+    batch = scored_batch(student_dir, teacher_dir, mini_batches=3)
+    learner = learner_of(student_dir, opd_config(), optimizer_steps_per_batch=3, learning_rate=1e-2)
+    metrics = learner.update(batch)
+    assert metrics["optimizer_steps"] == 3
+    # k is measured against the weights before the batch: the sampler's own numbers.
+    assert metrics["engine_logprob_gap"] < 1e-5
+    assert metrics["ratio_clipped_fraction"] > 0
+
+
+def test_a_batch_without_valid_tokens_takes_no_step(student_dir: Path) -> None:
+    sample = TrainSample((3, 4, 5), 3, (), (), 0.0, 0)
+    batch = TrainBatch((MiniBatch((sample,), 0),), ("a",), scored=True)
+    learner = learner_of(student_dir, opd_config())
+    before = learner.weights()
+    after, metrics = weights_after(learner, batch)
+    assert metrics["optimizer_steps"] == 0
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(student_dir: Path) -> None:
+    sample = TrainSample((3, 4, 5), 1, (-1.0, -1.0), (float("-inf"), -1.0), 0.0, 0)
+    batch = TrainBatch((MiniBatch((sample,), 2),), ("a",), scored=True)
+    learner = learner_of(student_dir, opd_config())
+    before = learner.weights()
+    with pytest.raises(TrainingError, match="gradient norm"):
+        learner.update(batch)
+    assert all(torch.equal(before[name], w) for name, w in learner.weights().items())
+
+
+def test_a_run_without_teacher_trains_on_the_task_reward_alone(student_dir: Path) -> None:
+    sample = TrainSample((3, 4, 5, 6), 1, (-1.0, -1.0, -1.0), (), 1.0, 0)
+    other = replace(sample, token_ids=(3, 7, 8, 9), task_advantage=-1.0)
+    batch = TrainBatch((MiniBatch((sample, other), 6),), ("a",), scored=False)
+    metrics = learner_of(student_dir).update(batch)
+    assert metrics["grad_norm"] > 0
+    assert not any(name.startswith("opd_reverse_kl") for name in metrics)
+
+
+def test_the_saved_student_loads_and_generates(student_dir: Path, tmp_path: Path) -> None:
+    path = learner_of(student_dir, opd_config()).save(tmp_path / "student")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    prompt = load_tokenizer(str(path))("12+", return_tensors="pt")["input_ids"]
+    assert model.generate(prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt.shape[1]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_two_ranks_give_the_update_of_one(
+    student_dir: Path, teacher_dir: Path, tmp_path: Path
+) -> None:
+    batch = scored_batch(student_dir, teacher_dir)
+    learner = learner_of(student_dir, opd_config())
+    expected, metrics = weights_after(learner, batch)
+    torch.save(batch, tmp_path / "batch.pt")
+    script = Path(__file__).with_name("two_ranks.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path), str(student_dir)],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    told = [json.loads((tmp_path / f"metrics-{rank}.json").read_text()) for rank in range(2)]
+    assert told[0] == told[1]
+    for name in ("opd_reverse_kl", "opd_reverse_kl/a", "advantage_std", "grad_norm"):
+        assert told[0][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-7)
+    weights = torch.load(tmp_path / "weights-0.pt")
+    others = torch.load(tmp_path / "weights-1.pt")
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert max(float((weights[n] - expected[n]).abs().max()) for n in weights) < 0.02 * 1e-3
