@@ -121,8 +121,9 @@ class LoopbackTeacher:
             self._socket.close()
             return
         self._server.close()
-        for writer in self._connections:
+        for writer, task in self._connections.items():
             writer.close()
+            task.cancel()
         await asyncio.gather(*self._connections.values())
         await self._server.wait_closed()
 
@@ -133,8 +134,8 @@ class LoopbackTeacher:
         try:
             while await self._serve_one(reader, writer):
                 pass
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client has gone
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # the client has gone, or the test has ended
         finally:
             writer.close()
 

@@ -198,7 +198,7 @@ async def test_200_requests_share_128_connections(
     loopback.work = until_128_are_busy
     await loopback.listen()
     client = connect(endpoint=loopback.endpoint, transport=None, max_concurrency=128)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(40):
         scores = await asyncio.gather(*(client.score(PROMPT, [i % 100]) for i in range(200)))
     assert [s.teacher_logprobs for s in scores] == [
         true_logprobs([*PROMPT, i % 100], 2) for i in range(200)

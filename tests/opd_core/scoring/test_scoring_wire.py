@@ -286,7 +286,7 @@ def _mutate(data: st.DataObject, answer: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_mutated_answer_is_accepted_only_if_it_means_the_same(
     backend: Any,
@@ -308,7 +308,7 @@ def test_a_mutated_answer_is_accepted_only_if_it_means_the_same(
     assert logprobs == true_logprobs(ids, start)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(backend=st.sampled_from(BACKENDS), data=st.data())
 def test_garbled_bytes_raise_nothing_but_scoring_errors(
     backend: Any, honest_answer: Honest, vocab_size: int, data: st.DataObject
