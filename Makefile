@@ -30,7 +30,7 @@ format: install
 	.venv/bin/ruff check --fix $(CODE)
 
 bench: install
-	OMP_NUM_THREADS=1 .venv/bin/python -m tests.benchmarks
+	OMP_NUM_THREADS=1 .venv/bin/python -m tests.benchmarks $(ONLY)
 
 models: install
 	OMP_NUM_THREADS=1 .venv/bin/python -m deployments.recipes.assets.tiny.build

@@ -80,14 +80,17 @@ def resolve_key(teacher: OPDTeacherConfig) -> str | None:
     kind, _, name = reference.partition(":")
     who = f"teacher {teacher.name!r}: api_key {reference!r}"
     if kind == "env":
-        if name not in os.environ:
-            raise PreflightError(f"{who}: the environment variable {name} is not set")
+        if not os.environ.get(name):
+            raise PreflightError(f"{who}: the environment variable {name} is not set, or empty")
         return os.environ[name]
     if kind == "block":
         from prefect.blocks.system import Secret
 
         try:
-            return str(Secret.load(name).get())  # type: ignore[union-attr]
+            key = str(Secret.load(name).get())  # type: ignore[union-attr]
         except ValueError as error:
             raise PreflightError(f"{who}: no such Prefect Secret block ({error})") from None
+        if not key:
+            raise PreflightError(f"{who}: the Prefect Secret block {name} is empty")
+        return key
     return reference

@@ -43,7 +43,6 @@ def train_student(session: Session) -> None:
         job_id=session.run.run_id,
         interpreter=sys.executable,
         run_dir=str(session.run.directory),
-        env={} if session.cluster.owned else session.key_environment,
     )
     session.job = job
     with session.stage("student_job"):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from urllib.parse import urlsplit
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from opd_core.config import OPDTeacherConfig, ReplicaConfig
+from opd_core.config import CONTEXT_MARGIN, OPDTeacherConfig, ReplicaConfig
+from opd_core.errors import ServingError
 from opd_core.lifecycle.ports import reserve_ports
 from opd_core.lifecycle.records import ChildSpec
 from opd_core.scoring.client import TeacherFacts
@@ -21,6 +23,8 @@ from tasks.cluster import STOP_LAST
 from tasks.console import announce
 from tasks.environment import write_config
 from tasks.session import Session
+
+TELL_EVERY_S = 30.0
 
 
 @task(name="start teachers", cache_policy=NO_CACHE)
@@ -113,7 +117,21 @@ def _wait(session: Session, replica: ReplicaConfig) -> float:
         replica.backend,
         limit_s=limit_s,
         still_alive=session.supervisor.raise_if_dead,
+        waiting=_patiently(str(replica.endpoint)),
     )
+
+
+def _patiently(endpoint: str) -> Callable[[float, str], None]:
+    """Tells every half minute that the wait goes on, and what the server says."""
+    told = 0.0
+
+    def waiting(seconds: float, state: str) -> None:
+        nonlocal told
+        if seconds - told >= TELL_EVERY_S:
+            told = seconds
+            announce(f"  {endpoint} is still starting after {seconds:.0f} s ({state})")
+
+    return waiting
 
 
 def _facts(session: Session, teacher: OPDTeacherConfig) -> TeacherFacts:
@@ -123,10 +141,19 @@ def _facts(session: Session, teacher: OPDTeacherConfig) -> TeacherFacts:
     if known is not None:
         context = (launch and launch.context_length) or known.context_length
         return TeacherFacts(known.vocab_size, context)
-    info = session.teacher_info[teacher.name]
-    student = session.checked.student
-    vocab_size = int(info.get("vocab_size") or (student.vocab_size if student else 0))
+    info, student = session.teacher_info[teacher.name], session.checked.student
+    assert student is not None  # or the checks would have stopped the run
+    # An id above the server's vocabulary can end it; the tokenizer's own ids are in any padded one.
+    vocab_size = int(info.get("vocab_size") or student.tokenizer_size)
     context = int(info.get("context_length") or info.get("max_model_len") or 0)
+    config = session.run.config
+    margin = max(CONTEXT_MARGIN[replica.backend] for replica in teacher.all_replicas)
+    needed = config.data.max_prompt_tokens + config.sampling.max_new_tokens + margin
+    if 0 < context < needed:
+        raise ServingError(
+            f"teacher {teacher.name!r}: its server says a context of {context} tokens; prompt + "
+            f"response + {margin} need {needed}"
+        )
     return TeacherFacts(vocab_size, context)
 
 

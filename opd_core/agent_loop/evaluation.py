@@ -37,7 +37,8 @@ async def evaluate(
     prompts: Sequence[Prompt],
     *,
     sampler: Sampler,
-    judge: JudgeRunner,
+    judge: JudgeRunner | None = None,
+    batch_judge: JudgeRunner | None = None,
     decode: Callable[[Sequence[int]], str],
     settings: LoopSettings,
 ) -> Evaluation:
@@ -46,7 +47,7 @@ async def evaluate(
     The same seeds are used at every evaluation, so before and after differ by the weights only.
     Raises :class:`TrainingError` if an answer could not be judged: accuracy is not guessed.
     """
-    loop = AgentLoop(settings, sampler=sampler, decode=decode, judge=judge)
+    loop = AgentLoop(settings, sampler=sampler, decode=decode, judge=judge, batch_judge=batch_judge)
     requests = [GroupRequest(i, prompt) for i, prompt in enumerate(prompts)]
     groups = await loop.run(requests, train_step=0)
     lost = next((group for group in groups if group.status is not Status.COMPLETED), None)

@@ -5,7 +5,12 @@ A judge is a plain importable function; it runs in the main thread of a process 
 
 from __future__ import annotations
 
+import re
+
 from opd_core.rollout import Prompt
+
+MARKED_ANSWER = re.compile(r"####\s*(-?\$?[\d.,]+)\s*$")
+"""GSM8K's own form. The text before it holds numbers that only look like answers ("= 33.333…%")."""
 
 
 def arithmetic(text: str, prompt: Prompt) -> float:
@@ -14,15 +19,17 @@ def arithmetic(text: str, prompt: Prompt) -> float:
 
 
 def math(text: str, prompt: Prompt) -> float:
-    r"""1 if the final answer (``\boxed{…}`` first, else the last expression) equals the ground
-    truth mathematically, else 0; by the ``math-verify`` library with its own time limit."""
+    r"""1 if the final answer (``#### N`` at the end, else ``\boxed{…}``, else the last
+    expression) equals the ground truth mathematically, else 0; by the ``math-verify`` library
+    with its own time limit."""
     from math_verify import parse, verify
 
     gold = parse(f"${_truth(prompt)}$")
     if not gold:
         said = f"the ground truth {prompt.ground_truth!r} is no formula"
         raise ValueError(f"row {prompt.row}: {said}")
-    return float(verify(gold, parse(text)))
+    marked = MARKED_ANSWER.search(text)
+    return float(verify(gold, parse(marked[1] if marked else text)))
 
 
 def _truth(prompt: Prompt) -> str:

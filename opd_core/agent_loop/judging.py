@@ -48,11 +48,19 @@ def _call(path: str, *args: Any) -> Any:
 class JudgeRunner:
     """Runs the judge named by ``path``. Use as a context manager.
 
+    When no judgement at all has ended for ``timeout_s``, the judge hangs: its process is killed.
     ``make_executor`` is a seam: where judges run.
     """
 
-    def __init__(self, path: str, make_executor: Callable[[], Executor] | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        timeout_s: float = 60.0,
+        make_executor: Callable[[], Executor] | None = None,
+    ) -> None:
         self.path = path
+        self._timeout_s = timeout_s
+        self._ended = 0
         self._make_executor = make_executor or _one_process
         self._executor: Executor | None = None
 
@@ -65,6 +73,7 @@ class JudgeRunner:
     def close(self) -> None:
         """End the judge's process."""
         if self._executor is not None:
+            _kill(self._executor)  # it keeps nothing, and may be in the middle of a judgement
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = None
 
@@ -82,12 +91,20 @@ class JudgeRunner:
     async def _run(self, *args: Any) -> Any:
         executor = self._executor = self._executor or self._make_executor()
         loop = asyncio.get_running_loop()
+        judging = loop.run_in_executor(executor, _call, self.path, *args)
         try:
-            return await loop.run_in_executor(executor, _call, self.path, *args)
+            while not judging.done():
+                ended = self._ended
+                await asyncio.wait({judging}, timeout=self._timeout_s)
+                if not judging.done() and self._ended == ended:
+                    _kill(executor)
+            self._ended += 1
+            return await judging
         except BrokenProcessPool:
             if self._executor is executor:  # else a sibling has already replaced it
                 self._executor = None
-            raise JudgeError(f"{self.path}: the judge's process died") from None
+            said = f"the judge's process died, or gave no answer for {self._timeout_s:g} s"
+            raise JudgeError(f"{self.path}: {said}") from None
         except JudgeError:
             raise
         except Exception as error:
@@ -96,6 +113,12 @@ class JudgeRunner:
 
 def _one_process() -> Executor:
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _kill(executor: Executor) -> None:
+    """End the judge's process at once. The pool has no public way to do it before Python 3.14."""
+    for process in list((getattr(executor, "_processes", None) or {}).values()):
+        process.kill()
 
 
 def _number(value: Any, path: str) -> float:

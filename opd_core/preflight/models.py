@@ -57,6 +57,7 @@ def read_model_facts(path: str, who: str, tokenizers: LoadTokenizer = load_token
         fingerprint=fingerprint([folder / "config.json", *weights]),
         weights_bytes=sum(file.stat().st_size for file in weights),
         eos_token_id=tokenizer.eos_token_id,
+        tokenizer_size=1 + max(tokenizer.get_vocab().values()),
     )
 
 

@@ -22,6 +22,7 @@ class ModelFacts:
     fingerprint: str
     weights_bytes: int
     eos_token_id: int | None = None
+    tokenizer_size: int = 0
 
 
 @dataclass(slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,9 +15,9 @@ from opd_core.agent_loop.judging import JudgeRunner, import_function
 from opd_core.agent_loop.loop import AgentLoop, LoopSettings
 from opd_core.agent_loop.prompts import PromptQueue
 from opd_core.agent_loop.replay_buffer import ReplayBuffer
-from opd_core.config import ExperimentConfig
+from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.data import load_prompts
-from opd_core.rollout import Prompt
+from opd_core.errors import TrainingError
 from opd_core.sampling.protocol import Sampler
 from opd_core.scoring.client import TeacherFacts
 from opd_core.scoring.routing import TeacherRouter
@@ -31,24 +31,6 @@ class StudentSampler(Sampler, SamplerHandle, Protocol):
     """An engine that samples and takes weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Evaluator:
-    prompts: Sequence[Prompt]
-    sampler: Sampler
-    judge: JudgeRunner
-    decode: Any
-    settings: LoopSettings
-
-    async def __call__(self) -> Evaluation:
-        return await evaluate(
-            self.prompts,
-            sampler=self.sampler,
-            judge=self.judge,
-            decode=self.decode,
-            settings=self.settings,
-        )
-
-
 async def build_loop(
     config: ExperimentConfig,
     run_dir: Path,
@@ -58,7 +40,8 @@ async def build_loop(
     environ: Mapping[str, str],
 ) -> tuple[TrainLoop, dict[str, int]]:
     """The loop, and the counts of prompts read and left out. What must be closed is put on
-    ``exits``. Teacher keys are taken from ``environ``."""
+    ``exits``. Teacher keys are taken from ``environ``; raises :class:`TrainingError` for one
+    that is not there."""
     tokenizer = load_tokenizer(config.student.model)
     data = load_prompts(config.data.train, tokenizer, config.data.max_prompt_tokens)
 
@@ -66,10 +49,13 @@ async def build_loop(
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     task = config.task
-    judge = exits.enter_context(JudgeRunner(task.judge)) if task.judge else None
-    batch_judge = exits.enter_context(JudgeRunner(task.batch_judge)) if task.batch_judge else None
+    judge, batch_judge = (
+        exits.enter_context(JudgeRunner(path, task.judge_timeout_s)) if path else None
+        for path in (task.judge, task.batch_judge)
+    )
+    sampling = config.sampling
     loop = AgentLoop(
-        LoopSettings(task.group_size, config.sampling.max_new_tokens, config.seed),
+        LoopSettings(task.group_size, sampling.max_new_tokens, config.seed, sampling.temperature),
         sampler=sampler,
         decode=decode,
         scorer=await _teachers(config, run_dir, exits, environ),
@@ -94,7 +80,7 @@ async def build_loop(
         sources=tuple(sorted({prompt.data_source for prompt in data.prompts})),
         run_dir=run_dir,
         record=Journal(run_dir / JOURNAL_FILE).append,
-        evaluate=_evaluator(config, sampler, judge, decode, tokenizer),
+        evaluate=_evaluator(config, tokenizer, judge, batch_judge, sampler=sampler, decode=decode),
     ), counts
 
 
@@ -105,33 +91,46 @@ async def _teachers(
         return None
     told = json.loads((run_dir / TEACHERS_FILE).read_text(encoding="utf-8"))
     facts = {name: TeacherFacts(**fact) for name, fact in told.items()}
-    keys = {
-        teacher.name: environ[teacher.key_variable]
-        for teacher in config.opd.teachers
-        if teacher.key_variable in environ
-    }
+    keys = {t.name: _key(t, environ) for t in config.opd.teachers if t.api_key is not None}
     return await exits.enter_async_context(TeacherRouter.connect(config.opd, facts, keys))
+
+
+def _key(teacher: OPDTeacherConfig, environ: Mapping[str, str]) -> str:
+    """The teacher's key: handed down by the flow, or in the variable that its reference names (on a
+    cluster that the run did not start, where nothing is handed down)."""
+    assert teacher.api_key is not None
+    named = teacher.api_key.get_secret_value().removeprefix("env:")
+    for variable in (teacher.key_variable, named):
+        if environ.get(variable):
+            return environ[variable]
+    raise TrainingError(
+        f"teacher {teacher.name!r}: its key is in none of {teacher.key_variable}, {named} in the "
+        "environment of the student's job; export one of them where the Ray cluster was started"
+    )
 
 
 def _evaluator(
     config: ExperimentConfig,
-    sampler: Sampler,
-    judge: JudgeRunner | None,
-    decode: Any,
     tokenizer: Any,
-) -> _Evaluator | None:
-    if config.data.evaluation is None or judge is None:
+    judge: JudgeRunner | None,
+    batch_judge: JudgeRunner | None,
+    **organs: Any,
+) -> Callable[[], Awaitable[Evaluation]] | None:
+    if config.data.evaluation is None or not config.task.judged:
         return None
-    held_out = load_prompts(
-        config.data.evaluation,
-        tokenizer,
-        config.data.max_prompt_tokens,
-        config.data.evaluation_rows,
-    )
+    longest, rows = config.data.max_prompt_tokens, config.data.evaluation_rows
+    held_out = load_prompts(config.data.evaluation, tokenizer, longest, rows)
     settings = LoopSettings(
         config.evaluation.samples,
         config.sampling.max_new_tokens,
         config.seed,
         config.evaluation.temperature,
     )
-    return _Evaluator(held_out.prompts, sampler, judge, decode, settings)
+    return partial(
+        evaluate,
+        held_out.prompts,
+        judge=judge,
+        batch_judge=batch_judge,
+        settings=settings,
+        **organs,
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,15 +70,14 @@ def connect_jobs(
             return client
 
 
-def submit_student(
-    client: Any, *, job_id: str, interpreter: str, run_dir: str, env: Mapping[str, str]
-) -> StudentJob:
-    """Submit the driver of the run in ``run_dir``. Raises :class:`TrainingError`."""
+def submit_student(client: Any, *, job_id: str, interpreter: str, run_dir: str) -> StudentJob:
+    """Submit the driver of the run in ``run_dir``. Raises :class:`TrainingError`.
+
+    No key travels with it: Ray keeps and shows a job's environment.
+    """
     entrypoint = shlex.join([interpreter, "-m", "opd_core.training.driver", run_dir])
     try:
-        client.submit_job(
-            entrypoint=entrypoint, submission_id=job_id, runtime_env={"env_vars": dict(env)}
-        )
+        client.submit_job(entrypoint=entrypoint, submission_id=job_id)
     except RuntimeError as error:
         raise TrainingError(f"the Ray cluster did not take the job: {error}") from None
     return StudentJob(client, job_id)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,7 +62,7 @@ class TrainLoop:
     sources: tuple[str, ...]
     run_dir: Path
     record: Callable[[int, Metrics], None]
-    evaluate: Callable[[], Any] | None = None
+    evaluate: Callable[[], Awaitable[Evaluation]] | None = None
 
     async def run(self) -> TrainOutcome:
         """Train for ``training.steps``; the student is saved at the end under ``student/``."""
@@ -130,7 +130,7 @@ class TrainLoop:
         if self.evaluate is None:
             return
         started = time.perf_counter()
-        evaluation: Evaluation = await self.evaluate()
+        evaluation = await self.evaluate()
         outcome.evaluations[train_step] = evaluation
         seconds = time.perf_counter() - started
         outcome.evaluation_s += seconds

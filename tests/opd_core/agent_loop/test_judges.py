@@ -71,3 +71,19 @@ def test_without_a_truth_there_is_an_error_and_no_reward(
 def test_an_empty_answer_does_not_equal_an_empty_truth(make_prompt: Any) -> None:
     with pytest.raises(ValueError, match="no reward_model"):
         judges.arithmetic("3+4=", make_prompt(ground_truth=""))
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("32 / 96 * 100% = 33.333...%, which rounds down to 33%\n#### 33", 1.0),
+        ("26 points + 15 points = <<26+15=41>>41 points\n#### 33", 1.0),
+        ("90 / 450 * 100% = 33%\n#### 34", 0.0),
+        ("#### Step 1\nWe add.\n#### Result\n\\boxed{33}", 1.0),
+        ("so it is \\boxed{33}.\n#### Remark\nNone of this is hard.", 1.0),
+    ],
+)
+def test_a_marked_answer_counts_and_a_heading_does_not(
+    text: str, reward: float, make_prompt: Any
+) -> None:
+    assert judges.math(text, make_prompt(ground_truth="33")) == reward

@@ -33,6 +33,12 @@ none, nan, infinite, words, pair = map(give, (None, float("nan"), float("inf"), 
 true, false, whole = map(give, (True, False, 3))
 
 
+def hangs_on_bad(text, prompt):
+    if text == "bad":
+        threading.Event().wait()
+    return 1.0
+
+
 def raises(text, prompt):
     raise KeyError("no such key")
 
@@ -111,7 +117,7 @@ def one_thread() -> Iterator[ThreadPoolExecutor]:
 
 
 async def test_a_judge_gives_a_reward(one_thread: Any, make_prompt: Any) -> None:
-    runner = JudgeRunner("some_judges:length", lambda: one_thread)
+    runner = JudgeRunner("some_judges:length", make_executor=lambda: one_thread)
     assert await runner.judge("four", make_prompt()) == 4.0
 
 
@@ -119,7 +125,9 @@ async def test_a_judge_gives_a_reward(one_thread: Any, make_prompt: Any) -> None
 async def test_a_truth_value_or_an_integer_is_a_reward(
     name: str, reward: float, one_thread: Any, make_prompt: Any
 ) -> None:
-    value = await JudgeRunner(f"some_judges:{name}", lambda: one_thread).judge("", make_prompt())
+    value = await JudgeRunner(f"some_judges:{name}", make_executor=lambda: one_thread).judge(
+        "", make_prompt()
+    )
     assert value == reward
     assert type(value) is float
 
@@ -128,19 +136,19 @@ async def test_a_truth_value_or_an_integer_is_a_reward(
 async def test_what_is_no_finite_number_is_an_error_and_not_0(
     name: str, one_thread: Any, make_prompt: Any
 ) -> None:
-    runner = JudgeRunner(f"some_judges:{name}", lambda: one_thread)
+    runner = JudgeRunner(f"some_judges:{name}", make_executor=lambda: one_thread)
     with pytest.raises(JudgeError, match=f"some_judges:{name}: expected a finite number"):
         await runner.judge("", make_prompt())
 
 
 async def test_a_judge_that_raises_is_quoted(one_thread: Any, make_prompt: Any) -> None:
-    runner = JudgeRunner("some_judges:raises", lambda: one_thread)
+    runner = JudgeRunner("some_judges:raises", make_executor=lambda: one_thread)
     with pytest.raises(JudgeError, match=r"^some_judges:raises: KeyError: 'no such key'$"):
         await runner.judge("", make_prompt())
 
 
 async def test_a_batch_judge_gives_one_reward_each(one_thread: Any, make_rollout: Any) -> None:
-    runner = JudgeRunner("some_judges:by_index", lambda: one_thread)
+    runner = JudgeRunner("some_judges:by_index", make_executor=lambda: one_thread)
     rewards = await runner.judge_batch([make_rollout(i) for i in range(3)])
     assert rewards == [0.0, 1.0, 2.0]
     assert {type(reward) for reward in rewards} == {float}
@@ -150,7 +158,7 @@ async def test_a_batch_judge_gives_one_reward_each(one_thread: Any, make_rollout
 async def test_a_batch_judge_that_fails_is_an_error(
     name: str, one_thread: Any, make_rollout: Any
 ) -> None:
-    runner = JudgeRunner(f"some_judges:{name}", lambda: one_thread)
+    runner = JudgeRunner(f"some_judges:{name}", make_executor=lambda: one_thread)
     with pytest.raises(JudgeError, match=f"some_judges:{name}"):
         await runner.judge_batch([make_rollout(0), make_rollout(1)])
 
@@ -158,13 +166,13 @@ async def test_a_batch_judge_that_fails_is_an_error(
 async def test_a_judge_runs_in_the_main_thread_of_another_process(
     one_process: Any, make_prompt: Any
 ) -> None:
-    runner = JudgeRunner("some_judges:pid_in_the_main_thread", lambda: one_process)
+    runner = JudgeRunner("some_judges:pid_in_the_main_thread", make_executor=lambda: one_process)
     pid = await runner.judge("", make_prompt())
     assert pid not in (0, os.getpid())
 
 
 async def test_the_math_judge_runs_there(one_process: Any, make_prompt: Any) -> None:
-    runner = JudgeRunner("opd_core.agent_loop.judges:math", lambda: one_process)
+    runner = JudgeRunner("opd_core.agent_loop.judges:math", make_executor=lambda: one_process)
     prompt = make_prompt(ground_truth="1/2")
     assert await runner.judge(r"\boxed{0.5}", prompt) == 1.0
     assert await runner.judge(r"\boxed{2}", prompt) == 0.0
@@ -184,9 +192,14 @@ async def test_nothing_that_a_judge_does_breaks_its_process_or_this_one(
     name: str, said: str, one_process: Any, make_prompt: Any
 ) -> None:
     with pytest.raises(JudgeError, match=f"some_judges:{name}.*{said}"):
-        await JudgeRunner(f"some_judges:{name}", lambda: one_process).judge("", make_prompt())
+        await JudgeRunner(f"some_judges:{name}", make_executor=lambda: one_process).judge(
+            "", make_prompt()
+        )
     assert (
-        await JudgeRunner("some_judges:length", lambda: one_process).judge("ok", make_prompt()) == 2
+        await JudgeRunner("some_judges:length", make_executor=lambda: one_process).judge(
+            "ok", make_prompt()
+        )
+        == 2
     )
 
 
@@ -214,7 +227,7 @@ async def test_siblings_of_a_dead_judgement_share_one_new_process(make_prompt: A
         except JudgeError:
             return await runner.judge("good", make_prompt())
 
-    with JudgeRunner("some_judges:dies_of_bad", make) as runner:
+    with JudgeRunner("some_judges:dies_of_bad", make_executor=make) as runner:
         pids = await asyncio.gather(*(again("bad") for _ in range(6)))
     assert len(set(pids)) == 1
     assert len(made) == 2
@@ -246,3 +259,22 @@ def test_a_function_is_found_by_its_name() -> None:
 def test_a_name_that_names_no_function_is_a_config_error(path: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{path}: .*{said}"):
         import_function(path)
+
+
+async def test_a_judge_that_hangs_is_killed_and_the_next_judgement_works(make_prompt: Any) -> None:
+    # Long enough for the process to start and import, on a busy machine too.
+    with JudgeRunner("some_judges:hangs_on_bad", timeout_s=10.0) as judge:
+        assert await judge.judge("good", make_prompt()) == 1.0
+        with pytest.raises(JudgeError, match="gave no answer"):
+            await judge.judge("bad", make_prompt())
+        assert await judge.judge("good", make_prompt()) == 1.0
+
+
+async def test_closing_does_not_wait_for_a_judge_that_hangs(make_prompt: Any) -> None:
+    judge = JudgeRunner("some_judges:hangs_on_bad")
+    assert await judge.judge("good", make_prompt()) == 1.0
+    hanging = asyncio.create_task(judge.judge("bad", make_prompt()))
+    await asyncio.sleep(0)  # let it be asked
+    await asyncio.to_thread(judge.close)
+    with pytest.raises(JudgeError):
+        await hanging

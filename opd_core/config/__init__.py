@@ -1,0 +1,50 @@
+"""The experiment as one frozen tree: all that a run needs to know, checked before it starts.
+
+``values``      what a single setting may be
+``teacher``     the teacher side: servers, replicas, how teachers enter the advantage
+``student``     the student side: data, task, sampling, training, evaluation
+``experiment``  both sides, the machine, and the rules across the tree
+
+Reading this package costs milliseconds: it imports pydantic and nothing heavier. Unknown keys are
+errors everywhere, and a bad combination is refused with a message that says what to write instead.
+Files are read by :mod:`opd_core.recipe`; what a setting *means* is documented at its field.
+"""
+
+from __future__ import annotations
+
+from opd_core.config.experiment import ExperimentConfig, RayConfig, RunConfig, TrackingConfig
+from opd_core.config.student import (
+    DataConfig,
+    EvaluationConfig,
+    SamplingConfig,
+    StudentConfig,
+    TaskSpecConfig,
+    TrainingConfig,
+)
+from opd_core.config.teacher import (
+    CONTEXT_MARGIN,
+    Backend,
+    LaunchConfig,
+    OPDConfig,
+    OPDTeacherConfig,
+    ReplicaConfig,
+)
+
+__all__ = [
+    "ExperimentConfig",
+    "StudentConfig",
+    "DataConfig",
+    "TaskSpecConfig",
+    "SamplingConfig",
+    "TrainingConfig",
+    "EvaluationConfig",
+    "RayConfig",
+    "TrackingConfig",
+    "RunConfig",
+    "OPDConfig",
+    "OPDTeacherConfig",
+    "ReplicaConfig",
+    "LaunchConfig",
+    "Backend",
+    "CONTEXT_MARGIN",
+]

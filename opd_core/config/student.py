@@ -1,0 +1,112 @@
+"""The student side: its model, data, task, sampling, training and evaluation."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from opd_core.config.values import Beta, Devices, Dtype, Frozen, ImportPath, ModelOrPath
+
+
+class StudentConfig(Frozen):
+    """The model being trained."""
+
+    model: ModelOrPath
+    dtype: Dtype = Field("float32", description="Of the weights that are trained and sampled")
+    devices: Devices = ("cpu",)
+    cpu_threads: int = Field(1, ge=1, description="Compute threads of each actor on a CPU")
+
+
+class DataConfig(Frozen):
+    """Rows in the DAPO layout, JSONL or Parquet: ``data_source``, ``prompt`` (messages),
+    ``reward_model.ground_truth``."""
+
+    train: ModelOrPath
+    evaluation: ModelOrPath | None = Field(
+        None, description="Held-out rows; null runs without evaluation"
+    )
+    max_prompt_tokens: int = Field(2048, ge=1, description="Longer prompts are left out, counted")
+    evaluation_rows: int | None = Field(None, ge=1, description="First rows only; null is all")
+
+
+class TaskSpecConfig(Frozen):
+    """What is asked, how it is judged, and what becomes of a group."""
+
+    group_size: int = Field(1, ge=1, description="Rollouts per prompt")
+    judge: ImportPath | None = Field(None, description="module:function(text, prompt) -> reward")
+    batch_judge: ImportPath | None = Field(None, description="module:function(rollouts) -> rewards")
+    judge_timeout_s: float = Field(
+        60.0, gt=0, description="A judge that ends no judgement for so long is taken to hang"
+    )
+    filter_func: ImportPath | None = Field(None, description="module:function(group) -> keep?")
+    max_requeue: int = Field(2, ge=0, description="Times that a lost prompt is tried again")
+    max_groups_per_step: int | None = Field(
+        None, ge=1, description="Groups started for one train step; null is 4 x prompts_per_step"
+    )
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Self:
+        if self.judge and self.batch_judge:
+            raise ValueError("name either 'judge' (per sample) or 'batch_judge', not both")
+        return self
+
+    @property
+    def judged(self) -> bool:
+        """Whether rollouts get a reward at all."""
+        return bool(self.judge or self.batch_judge)
+
+
+class SamplingConfig(Frozen):
+    """How the student samples. With OPD on only the plain policy is accepted."""
+
+    max_new_tokens: int = Field(ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1, description="null is off")
+    repetition_penalty: float = Field(1.0, gt=0)
+    min_tokens: int = Field(0, ge=0)
+    engine: Literal["transformers"] = "transformers"
+    actors: int = Field(1, ge=1, description="Sampling actors, each with a copy of the student")
+    max_rows: int = Field(128, ge=1, description="Sequences that one actor decodes together")
+
+    @property
+    def unshaped(self) -> bool:
+        """True where nothing but the temperature changes the model's distribution."""
+        shaping = (self.top_p, self.top_k, self.repetition_penalty, self.min_tokens)
+        return shaping == (1.0, None, 1.0, 0)
+
+    @property
+    def plain_policy(self) -> bool:
+        """True where the sampled distribution is the model's own."""
+        return self.temperature == 1.0 and self.unshaped
+
+
+class TrainingConfig(Frozen):
+    """The optimizer's side of a train step."""
+
+    steps: int = Field(ge=1, description="Train steps, one batch each")
+    prompts_per_step: int = Field(ge=1, description="Groups in one batch")
+    learning_rate: float = Field(gt=0)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    weight_decay: float = Field(0.1, ge=0)
+    warmup_steps: int = Field(0, ge=0, description="Linear warm-up, in optimizer steps")
+    max_grad_norm: float = Field(1.0, gt=0)
+    optimizer_steps_per_batch: int = Field(1, ge=1)
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    dual_clip: float = Field(10.0, gt=1)
+    micro_batch_tokens: int = Field(8192, ge=1, description="Padded tokens of one forward, a rank")
+    logprob_chunk_tokens: int = Field(512, ge=1, description="Positions whose logits live at once")
+    gradient_checkpointing: bool = False
+    actors: int = Field(1, ge=1, description="Data-parallel training actors (ranks)")
+    checkpoint_every: int = Field(0, ge=0, description="Train steps; 0 saves at the end only")
+    keep_checkpoints: int = Field(2, ge=1)
+
+
+class EvaluationConfig(Frozen):
+    """Held-out evaluation. It never asks a teacher."""
+
+    every: int = Field(0, ge=0, description="Train steps between evaluations; 0 is ends only")
+    samples: int = Field(1, ge=1, description="Sampled answers a question")
+    temperature: float = Field(1.0, gt=0)

@@ -1,0 +1,248 @@
+"""The teacher side: servers, the replicas behind a teacher's name, how teachers enter training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+
+from opd_core.config.values import (
+    Arguments,
+    Devices,
+    Dtype,
+    Endpoint,
+    Environment,
+    Frozen,
+    Interpreter,
+    ModelOrPath,
+    Name,
+)
+
+Backend = Literal["sglang", "lmdeploy", "embedded"]
+CONTEXT_MARGIN: dict[Backend, int] = {"sglang": 6, "embedded": 6, "lmdeploy": 1}
+"""Tokens that a backend keeps back from its context length (measured on the real servers)."""
+
+KEY_REFERENCE = re.compile(r"(env|block):[A-Za-z_][\w.-]*")
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+class LaunchConfig(Frozen):
+    """A teacher server that this run starts, owns and ends."""
+
+    model: ModelOrPath = Field(description="Model directory that the server loads")
+    devices: Devices = Field(("cpu",), description="Devices of the server, on the flow's host")
+    port: int | None = Field(None, ge=1, le=65535, description="null takes a free port")
+    python: Interpreter | None = Field(
+        None, description="Interpreter of the server's own environment; null is this one"
+    )
+    dtype: Dtype | None = Field(None, description="null leaves it to the server")
+    context_length: int | None = Field(None, ge=8, description="Tokens; null is the model's own")
+    tp_size: int = Field(1, ge=1, description="Tensor-parallel size")
+    memory_fraction: float | None = Field(None, gt=0, lt=1, description="Of the device's memory")
+    prefill_tokens: int | None = Field(None, ge=1, description="Chunked prefill, in tokens")
+    cpu_threads: int | None = Field(None, ge=1, description="Compute threads on a CPU")
+    startup_limit_s: float = Field(1200.0, gt=0, description="From start to the first answer")
+    extra_args: Arguments = Field((), description="Appended to the server's command line")
+    env: Environment = Field(default_factory=dict, description="Added to its environment")
+
+
+def _check_server(endpoint: str | None, backend: Backend, launch: LaunchConfig | None) -> None:
+    if launch is not None:
+        _check_launch(backend, launch)
+        if endpoint is not None:
+            _check_address(endpoint, launch)
+    elif endpoint is None:
+        raise ValueError("name an 'endpoint' (external server) or a 'launch' (started by us)")
+
+
+def _check_address(endpoint: str, launch: LaunchConfig) -> None:
+    if launch.port is not None:
+        raise ValueError("name the port once: in 'endpoint' or in 'launch.port', not in both")
+    parts = urlsplit(endpoint)
+    if parts.scheme != "http" or parts.hostname not in LOOPBACK or parts.path:
+        raise ValueError(
+            f"a launched server answers at http://127.0.0.1:PORT, got endpoint {endpoint!r}: "
+            "correct it, or remove 'launch' if the server is external"
+        )
+    if parts.port is None:
+        raise ValueError("an endpoint that is launched needs a port: http://127.0.0.1:13141")
+
+
+def _check_launch(backend: Backend, launch: LaunchConfig) -> None:
+    if backend == "lmdeploy" and launch.dtype == "float32":
+        raise ValueError("launch.dtype: LMDeploy has no float32; write bfloat16 or float16")
+    if backend == "embedded" and (launch.tp_size > 1 or launch.memory_fraction is not None):
+        raise ValueError(
+            "launch: the embedded server knows neither tp_size nor memory_fraction; remove them, "
+            "or choose backend: sglang"
+        )
+
+
+class ReplicaConfig(Frozen):
+    """One server behind a teacher's name. ``launch: null`` is an external server: gated and probed,
+    never restarted or stopped."""
+
+    endpoint: Endpoint | None = Field(None, description="http://host:port; null with a launch")
+    backend: Backend = Field("sglang", description="The wire format of the server")
+    launch: LaunchConfig | None = None
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        _check_server(self.endpoint, self.backend, self.launch)
+        return self
+
+
+class OPDTeacherConfig(Frozen):
+    """A frozen model that scores. ``endpoint``, ``backend`` and ``launch`` on the teacher itself
+    mean one replica; several stand under ``replicas``."""
+
+    name: Name
+    endpoint: Endpoint | None = None
+    backend: Backend = "sglang"
+    launch: LaunchConfig | None = None
+    replicas: tuple[ReplicaConfig, ...] = ()
+    api_key: SecretStr | None = Field(
+        None, description="A reference, env:NAME or block:NAME; a plain key from Python only"
+    )
+    request_timeout_s: float = Field(
+        1200.0, gt=0, description="One attempt, from send to last byte; not the wait for a slot"
+    )
+    max_retry_per_sample: int = Field(2, ge=0, description="Attempts after the first")
+    max_concurrency: int = Field(128, ge=1, description="Requests in flight, for the whole run")
+    away_limit_s: float = Field(
+        60.0, ge=0, description="How long an unreachable teacher is waited for before the run ends"
+    )
+
+    @field_validator("api_key")
+    @classmethod
+    def _reference_only_in_recipes(
+        cls, value: SecretStr | None, info: ValidationInfo
+    ) -> SecretStr | None:
+        if value is None:
+            return None
+        plain = value.get_secret_value()
+        if not plain:
+            raise ValueError("the key is empty; a teacher without a key has api_key: null")
+        written = (info.context or {}).get("written", False)
+        if written and not KEY_REFERENCE.fullmatch(plain):
+            raise ValueError(
+                "a key is never written in a recipe: name where it is kept, "
+                "as 'env:NAME' (environment variable) or 'block:NAME' (Prefect Secret block)"
+            )
+        return value
+
+    @field_serializer("api_key", when_used="unless-none")
+    def _never_write_a_plain_key(self, value: SecretStr) -> str:
+        plain = value.get_secret_value()
+        return plain if KEY_REFERENCE.fullmatch(plain) else "env:" + self.key_variable
+
+    @model_validator(mode="after")
+    def _one_way_to_say_where(self) -> Self:
+        if self.replicas and (self.endpoint or self.launch):
+            raise ValueError(
+                f"teacher {self.name!r}: use either 'replicas' or endpoint/launch, not both"
+            )
+        if self.replicas and self.backend != "sglang":
+            raise ValueError(
+                f"teacher {self.name!r}: with 'replicas' the backend is named at each replica"
+            )
+        if not self.replicas:
+            _check_server(self.endpoint, self.backend, self.launch)
+        return self
+
+    @property
+    def key_variable(self) -> str:
+        """Environment variable through which this run's processes receive the key."""
+        return "OPD_TEACHER_KEY_" + re.sub(r"\W", "_", self.name).upper()
+
+    @property
+    def all_replicas(self) -> tuple[ReplicaConfig, ...]:
+        """The replicas, however they were written."""
+        if self.replicas:
+            return self.replicas
+        one = ReplicaConfig(endpoint=self.endpoint, backend=self.backend, launch=self.launch)
+        return (one,)
+
+    def with_endpoints(self, endpoints: Iterable[str]) -> OPDTeacherConfig:
+        """This teacher with the endpoint of each replica filled in, in order."""
+        replicas = tuple(
+            replica.model_copy(
+                update={
+                    "endpoint": endpoint,
+                    "launch": replica.launch and replica.launch.model_copy(update={"port": None}),
+                }
+            )
+            for replica, endpoint in zip(self.all_replicas, endpoints, strict=True)
+        )
+        alone = {"endpoint": None, "backend": "sglang", "launch": None}
+        return self.model_copy(update={"replicas": replicas, **alone})
+
+
+class OPDConfig(Frozen):
+    """How the teachers enter the advantage: ``task_adv_weight * A_task - opd_adv_weight * k``."""
+
+    mode: Literal["pg-opd"] = "pg-opd"
+    task_adv_weight: float = Field(0.0, ge=0)
+    opd_adv_weight: float = Field(1.0, ge=0)
+    teachers: tuple[OPDTeacherConfig, ...] = Field(min_length=1)
+    data_source_teacher_map: dict[str, str] = Field(default_factory=dict)
+    default_teacher: str | None = Field(
+        None, description="Teacher of every data_source that the map does not name"
+    )
+    kl_clamp: float | None = Field(
+        None, gt=0, description="Symmetric clamp of k per token, in nats; null is off"
+    )
+    kl_baseline: bool = Field(
+        False, description="Subtract the batch mean of rollout_logprobs - teacher_logprobs from k"
+    )
+
+    @model_validator(mode="after")
+    def _something_to_learn(self) -> Self:
+        if self.task_adv_weight == 0 and self.opd_adv_weight == 0:
+            raise ValueError(
+                "task_adv_weight and opd_adv_weight are both 0, so nothing would be learned: "
+                "raise one of them (to score and log only, use task_adv_weight: 1)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_teacher_in_its_place(self) -> Self:
+        names = [teacher.name for teacher in self.teachers]
+        if len({teacher.key_variable for teacher in self.teachers}) < len(names):
+            raise ValueError(
+                "teacher names must differ, and not in case or punctuation only (they name the "
+                f"environment variables of the keys): {', '.join(names)}"
+            )
+        used = set(self.data_source_teacher_map.values())
+        if self.default_teacher is not None:
+            used.add(self.default_teacher)
+        if not used:
+            raise ValueError(
+                "say which teacher scores which data: write "
+                f"data_source_teacher_map: {{<data_source>: {names[0]}}} "
+                f"or default_teacher: {names[0]}"
+            )
+        unknown, idle = sorted(used - set(names)), sorted(set(names) - used)
+        if unknown:
+            raise ValueError(
+                f"no teacher is named {unknown[0]!r}; the teachers are: {', '.join(names)}"
+            )
+        if idle:
+            raise ValueError(
+                f"teacher {idle[0]!r} is used by no data_source: map one to it, or remove it"
+            )
+        return self
+
+    def teacher_of(self, data_source: str) -> str | None:
+        """Name of the teacher that scores ``data_source``; None if nobody does."""
+        return self.data_source_teacher_map.get(data_source, self.default_teacher)

@@ -1,0 +1,133 @@
+"""What a single setting may be: the base of every node, and types that check their value."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+DEVICE = re.compile(r"cpu(:(0|[1-9]\d*))?|0|[1-9]\d*|GPU-[\w-]+|MIG-[\w-]+")
+OWNED_FLAGS = {
+    "--host",
+    "--server-name",
+    "--port",
+    "--server-port",
+    "--api-key",
+    "--api-keys",
+    "--admin-api-key",
+}
+OWNED_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "launch.devices",
+    "OPD_API_KEY": "the teacher's api_key",
+}
+
+
+class Frozen(BaseModel):
+    """Base of every node: immutable, unknown keys refused, defaults checked too.
+
+    Errors do not repeat their input, which may hold a key.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+    )
+
+
+def is_http_url(value: str) -> bool:
+    """Whether this is ``http(s)://host``, with or without a port and a path."""
+    try:
+        parts = urlsplit(value)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no port, half an IPv6 address
+        return False
+    return sound and not re.search(r"\s", value)
+
+
+def _existing_path(value: str, info: ValidationInfo) -> str:
+    """A relative path means the file beside the recipe, else the one in the working directory. It
+    becomes absolute: servers and jobs run elsewhere. What exists in neither stays as written."""
+    if os.path.isabs(value):
+        return value
+    base = (info.context or {}).get("base_dir")
+    for folder in (base or ".", "."):
+        # Not realpath: an interpreter of a virtual environment is a link that must stay one.
+        path = os.path.abspath(os.path.join(folder, value))
+        if os.path.exists(path):
+            return path
+    return value
+
+
+def _interpreter(value: str, info: ValidationInfo) -> str:
+    """A bare name is looked up on the PATH, as a shell does."""
+    return _existing_path(value, info) if os.sep in value else value
+
+
+def _import_path(value: str) -> str:
+    if not IMPORT_PATH.fullmatch(value):
+        raise ValueError(f"expected 'package.module:function', got {value!r}")
+    return value
+
+
+def _devices(values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if not DEVICE.fullmatch(value):
+            raise ValueError(
+                f"{value!r} is not a device: write GPU indices or UUIDs ('0', 'GPU-…'), "
+                "'cpu', or a named CPU slot ('cpu:0')"
+            )
+    if len(set(values)) != len(values):
+        raise ValueError(f"a device is named twice: {', '.join(values)}")
+    if len({value.startswith("cpu") for value in values}) > 1:
+        raise ValueError(f"name either GPUs or CPU slots, not both: {', '.join(values)}")
+    return values
+
+
+def _endpoint(value: str) -> str:
+    if set("@?#") & set(value):  # not repeated: what stands there may be a secret
+        raise ValueError(
+            "an endpoint may hold scheme, host, port and path only; a key belongs in api_key"
+        )
+    if not is_http_url(value):
+        raise ValueError(f"expected a URL like http://127.0.0.1:13141, got {value!r}")
+    return value.rstrip("/")
+
+
+def _extra_args(values: tuple[str, ...]) -> tuple[str, ...]:
+    owned = sorted(OWNED_FLAGS & {value.partition("=")[0] for value in values})
+    if owned:
+        raise ValueError(
+            f"{', '.join(owned)} cannot stand here: the address is 127.0.0.1, the port belongs in "
+            "launch.port or the endpoint, and a key in api_key (command lines are public)"
+        )
+    return values
+
+
+def _environment(values: dict[str, str]) -> dict[str, str]:
+    for name, instead in OWNED_VARIABLES.items():
+        if name in values:
+            raise ValueError(f"{name} cannot stand here: write {instead}")
+    return values
+
+
+Text = Annotated[str, Field(coerce_numbers_to_str=True)]
+"""YAML reads ``[0, 1]`` as numbers; here they are words."""
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
+"""Names become file names, process names and command-line values."""
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+ModelOrPath = Annotated[str, Field(min_length=1), AfterValidator(_existing_path)]
+Interpreter = Annotated[str, AfterValidator(_interpreter)]
+ImportPath = Annotated[str, AfterValidator(_import_path)]
+Devices = Annotated[tuple[Text, ...], Field(min_length=1), AfterValidator(_devices)]
+Arguments = Annotated[tuple[Text, ...], AfterValidator(_extra_args)]
+Environment = Annotated[dict[str, Text], AfterValidator(_environment)]
+Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -1,0 +1,1 @@
+"""Benchmarks: they measure and report ratios within one run; they assert nothing."""

@@ -1,0 +1,22 @@
+"""``make bench [ONLY=name]``: runs the benchmarks and prints what they measured."""
+
+from __future__ import annotations
+
+import sys
+
+from opd_core.quiet import apply_defaults
+from tests.benchmarks import logprobs, sampling, scoring
+
+BENCHMARKS = {"logprobs": logprobs.run, "sampling": sampling.run, "scoring": scoring.run}
+
+
+def main() -> None:
+    apply_defaults()
+    for name in sys.argv[1:] or BENCHMARKS:
+        print(f"== {name}", flush=True)
+        for line in BENCHMARKS[name]():
+            print(f"   {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
