@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.errors import PreflightError
 from opd_core.preflight import PreflightReport, run_preflight
-from opd_core.training.driver import CONFIG_FILE
+from opd_core.training.files import CONFIG_FILE
 from tasks.console import announce, warn
 
 LOGS = "logs"

@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from opd_core.errors import TrainingError
 from opd_core.lifecycle.logs import log_tail
 from opd_core.tracking.journal import JournalReader
-from opd_core.training.driver import JOURNAL_FILE
+from opd_core.training.files import JOURNAL_FILE
 from opd_core.training.jobs import ENDED, StudentJob, connect_jobs, submit_student
 from opd_core.training.results import read_result
 from tasks.console import TrainingProgress, announce

@@ -18,7 +18,7 @@ from opd_core.scoring.client import TeacherFacts
 from opd_core.scoring.proof import TOLERANCE
 from opd_core.serving.commands import HOST, server_command
 from opd_core.serving.readiness import prove_teacher, read_model_info, wait_until_healthy
-from opd_core.training.driver import TEACHERS_FILE
+from opd_core.training.files import TEACHERS_FILE
 from tasks.cluster import STOP_LAST
 from tasks.console import announce
 from tasks.environment import write_config

@@ -32,8 +32,8 @@ from opd_core.tracking.mlflow_sink import (
 from opd_core.tracking.shipper import Shipper, SinkFactory
 from opd_core.tracking.sink import Artifact, Ending, RunStatus
 from opd_core.tracking.tensorboard_sink import TensorBoardSink
-from opd_core.training.driver import CONFIG_FILE, JOURNAL_FILE
-from opd_core.training.results import RESULT_FILE, RunResult, read_result
+from opd_core.training.files import CONFIG_FILE, JOURNAL_FILE, RESULT_FILE
+from opd_core.training.results import RunResult, read_result
 from tasks.console import CONSOLE, CONSOLE_VARIABLE, warn
 from tasks.environment import LOGS, RunRecord
 

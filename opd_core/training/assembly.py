@@ -22,7 +22,7 @@ from opd_core.sampling.protocol import Sampler
 from opd_core.scoring.client import TeacherFacts
 from opd_core.scoring.routing import TeacherRouter
 from opd_core.tracking.journal import Journal
-from opd_core.training.driver import JOURNAL_FILE, TEACHERS_FILE
+from opd_core.training.files import JOURNAL_FILE, TEACHERS_FILE
 from opd_core.training.loop import LearnerHandle, SamplerHandle, TrainLoop
 from opd_core.training.models import load_tokenizer
 

@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     from opd_core.config import ExperimentConfig
     from opd_core.training.results import RunResult
 
-CONFIG_FILE = "config.json"
-TEACHERS_FILE = "teachers.json"
-JOURNAL_FILE = "metrics.jsonl"
-
 
 def main() -> int:
     """Run the job; the exit status is 0 only if training completed."""
     from opd_core.errors import OPDError
     from opd_core.recipe import parse_config
+    from opd_core.training.files import CONFIG_FILE
     from opd_core.training.results import RunResult
 
     run_dir = Path(sys.argv[1])

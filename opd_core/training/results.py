@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opd_core.training.files import RESULT_FILE
+
 if TYPE_CHECKING:  # the flow reads results without importing torch
     from opd_core.training.loop import Metrics, TrainOutcome
 
-RESULT_FILE = "result.json"
 AVERAGED_STEPS = 5
 
 

@@ -23,7 +23,7 @@ from opd_core.scoring.client import TeacherFacts
 from opd_core.serving.readiness import wait_until_healthy
 from opd_core.training import models
 from opd_core.training.assembly import build_loop
-from opd_core.training.driver import JOURNAL_FILE, TEACHERS_FILE
+from opd_core.training.files import JOURNAL_FILE, TEACHERS_FILE
 from opd_core.training.learner import Learner
 from opd_core.training.local import LocalLearner, LocalSampler
 from opd_core.training.loop import TrainOutcome

@@ -1,0 +1,10 @@
+"""Names of the files through which flow and training job speak, all in the run directory."""
+
+CONFIG_FILE = "config.json"
+"""The resolved recipe; written by the flow."""
+TEACHERS_FILE = "teachers.json"
+"""Facts of each teacher that the scoring client needs; written by the flow."""
+JOURNAL_FILE = "metrics.jsonl"
+"""The metrics journal; written by the job."""
+RESULT_FILE = "result.json"
+"""How the job ended; written by the job."""
