@@ -6,9 +6,7 @@ fit and nothing was started; 130 interrupted.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn, TypeVar
@@ -37,9 +35,8 @@ SetOption = Annotated[
 def main() -> None:
     """Entry point of the console script."""
     apply_defaults()
-    os.environ.setdefault("OPD_CONSOLE", "1")
     # The terminal shows our own lines; Prefect's log goes to its API all the same.
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     app()
 
@@ -53,13 +50,18 @@ def run(
     """Run one experiment from its checks to its report."""
     path = find_recipe(recipe)
     _guarded(lambda: _check_recipe(path, overrides or []))
-    from flows.distill import DistillRequest, distill
+    _guarded(lambda: _run(path, overrides or [], as_json))
 
-    request = DistillRequest(recipe=str(path), overrides=overrides or [])
-    summary = _guarded(lambda: distill(request))
-    if as_json:
-        sys.stderr.flush()
-        print(json.dumps(summary), flush=True)
+
+def _run(path: Path, overrides: list[str], as_json: bool) -> None:
+    from deployments.temporary_server import ensure_prefect_api
+
+    ensure_prefect_api()
+    from flows.distill import DistillRequest, distill
+    from tasks.console import TERMINAL
+
+    TERMINAL.lines, TERMINAL.summary_json = True, as_json
+    distill(DistillRequest(recipe=str(path), overrides=overrides))
 
 
 @app.command()
@@ -120,7 +122,7 @@ def _guarded(action: Callable[[], T]) -> T:
     except OPDError as error:
         _fail(str(error), 1)
     except KeyboardInterrupt:
-        _fail("interrupted; everything that was started has been ended", 130)
+        _fail("interrupted", 130)
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -2,5 +2,5 @@
 
 from opd_core.quiet import apply_defaults
 
-# Prefect reads its settings when it is first imported, and a worker imports this package first.
+# For doors other than the command line (a worker, `serve`): what the run starts inherits these.
 apply_defaults()

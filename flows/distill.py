@@ -21,7 +21,6 @@ from tasks.environment import check_environment, open_run
 from tasks.session import experiment
 from tasks.student import train_student
 from tasks.teacher import await_teachers, start_teachers
-from tasks.tracking import show_summary
 
 
 class DistillRequest(BaseModel):
@@ -59,5 +58,4 @@ def run_experiment(config: ExperimentConfig) -> dict[str, Any]:
         start_teachers(session)
         await_teachers(session)
         train_student(session)
-    show_summary(session.summary)
     return session.summary

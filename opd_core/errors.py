@@ -89,4 +89,12 @@ class TrainingError(OPDError):
 
 
 class SurvivorError(TrainingError):
-    """Too few groups survive; the message carries the table of what became of them."""
+    """Too few groups survive; the message carries the table of what became of them, ``counts`` the
+    same as metrics."""
+
+    def __init__(self, message: str, counts: dict[str, int] | None = None) -> None:
+        super().__init__(message, counts)
+        self.counts = counts or {}
+
+    def __str__(self) -> str:
+        return str(self.args[0])

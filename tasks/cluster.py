@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -29,11 +30,20 @@ def start_cluster(session: Session) -> None:
         return
     # A short path: Ray's sockets live in it, and a socket's path holds 107 characters at most.
     temp_dir = Path(tempfile.mkdtemp(prefix="opd-ray-"))
+    try:
+        _start_head(session, temp_dir)
+    except BaseException:
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        raise
+
+
+def _start_head(session: Session, temp_dir: Path) -> None:
+    run = session.run
     token = write_token(temp_dir / "token")
     with reserve_ports(len(PORT_FLAGS)) as reserved:
         ports = reserved.ports
-        command = head_command(run.config, ports, temp_dir, temp_dir / "token")
-    session.supervisor.spawn(
+    command = head_command(run.config, ports, temp_dir, temp_dir / "token")
+    session.spawn(
         ChildSpec(
             name=HEAD,
             kind="ray",
@@ -48,5 +58,5 @@ def start_cluster(session: Session) -> None:
             ledger_argv=command.argv,
         )
     )
-    session.cluster = Cluster(command.dashboard, token=token, owned=True)
+    session.cluster = Cluster(command.dashboard, token=token, owned=True, temp_dir=temp_dir)
     announce(f"starting a private Ray head ({command.dashboard})")

@@ -6,10 +6,10 @@ The same lines go to the Prefect run's log. Without a terminal (a worker) only t
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,10 +25,20 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-CONSOLE_VARIABLE = "OPD_CONSOLE"
-"""Set to 1 by the command line; a worker's console shows Prefect's log instead."""
 CONSOLE = Console(stderr=True, highlight=False)
 PLAIN_EVERY_S = 15.0
+
+
+@dataclass(slots=True)
+class Terminal:
+    """What this process shows to a person; set by the command line. A worker's console shows
+    Prefect's log instead."""
+
+    lines: bool = False
+    summary_json: bool = False
+
+
+TERMINAL = Terminal()
 
 
 def logger() -> Any:
@@ -42,14 +52,14 @@ def logger() -> Any:
 def announce(text: str, style: str = "") -> None:
     """Tell both the terminal and the run's log."""
     logger().info(text)
-    if os.environ.get(CONSOLE_VARIABLE) == "1":
+    if TERMINAL.lines:
         CONSOLE.print(text, style=style or None, markup=False)
 
 
 def warn(text: str) -> None:
     """Tell a warning to both."""
     logger().warning(text)
-    if os.environ.get(CONSOLE_VARIABLE) == "1":
+    if TERMINAL.lines:
         CONSOLE.print(f"warning: {text}", style="yellow", markup=False)
 
 
@@ -58,10 +68,9 @@ class TrainingProgress:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._step = 0
         self._last_line = 0.0
         self._accuracy = "-"
-        self._live = os.environ.get(CONSOLE_VARIABLE) == "1" and sys.stderr.isatty()
+        self._live = TERMINAL.lines and sys.stderr.isatty()
         self._bar = Progress(
             TextColumn("train step"),
             BarColumn(),
@@ -93,7 +102,6 @@ class TrainingProgress:
             announce(f"  step {train_step}: held-out accuracy {self._accuracy}")
         if "time/step_s" not in metrics:
             return
-        self._step = train_step
         kl = metrics.get("opd_reverse_kl")
         shown = "-" if kl is None else f"{kl:.3f}"
         self._bar.update(self._task, completed=train_step, kl=shown)

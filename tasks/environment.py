@@ -65,7 +65,8 @@ def check_environment(config: ExperimentConfig) -> PreflightReport:
         warn(warning)
     report.raise_problems()
     rows = sum(report.data_sources.values())
-    announce(f"checked models, data ({rows} rows), ports in {time.perf_counter() - started:.1f} s")
+    report.seconds = time.perf_counter() - started
+    announce(f"checked models, data ({rows} rows), ports in {report.seconds:.1f} s")
     return report
 
 

@@ -2,26 +2,32 @@
 
 Ending a run, in this order: the student's job on a cluster that is not ours, everything that
 this run started (one teardown, with a receipt), the summary, and last the tracking with its
-final status.
+final status. A second Ctrl-C does not break it off: the supervisor has its deadline, and
+tracking has one too.
 """
 
 from __future__ import annotations
 
+import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from opd_core.config import OPDTeacherConfig
-from opd_core.errors import OPDError
+from opd_core.errors import OPDError, ServingError
+from opd_core.lifecycle.errors import LifecycleError
 from opd_core.lifecycle.handle import Supervisor
-from opd_core.lifecycle.records import Receipt
+from opd_core.lifecycle.records import ChildSpec, Receipt
 from opd_core.preflight import PreflightReport
-from opd_core.training.jobs import StudentJob
+from opd_core.training.jobs import HTTP_ERRORS, StudentJob
 from tasks.console import announce, warn
 from tasks.environment import RunRecord, resolve_key
-from tasks.tracking import Tracker, build_summary, write_model_card, write_summary
+from tasks.tracking import Tracker, build_summary, show_summary, write_model_card, write_summary
 
 JOB_STOP_S = 30.0
 
@@ -32,11 +38,12 @@ class TeardownError(OPDError):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where the Jobs API answers; ``owned`` is a head that this run started."""
+    """Where the Jobs API answers; ``owned`` is a head that this run started, with its temp dir."""
 
     address: str
     token: str | None
     owned: bool
+    temp_dir: Path | None = None
 
 
 @dataclass(slots=True)
@@ -55,10 +62,24 @@ class Session:
 
     @property
     def key_environment(self) -> dict[str, str]:
-        """The teachers' keys as the student's job receives them."""
+        """The teachers' keys as the student's job receives them from our own Ray head."""
         opd = self.run.config.opd
         teachers = opd.teachers if opd else ()
         return {t.key_variable: self.keys[t.name] for t in teachers if t.name in self.keys}
+
+    def spawn(self, spec: ChildSpec) -> None:
+        """Start a process under the supervisor. Raises :class:`ServingError`."""
+        try:
+            self.supervisor.spawn(spec)
+        except LifecycleError as error:
+            raise ServingError(str(error)) from None
+
+    def still_alive(self) -> None:
+        """Raise :class:`ServingError`, with the log's tail, if a process of the run has died."""
+        try:
+            self.supervisor.raise_if_dead()
+        except LifecycleError as error:
+            raise ServingError(str(error)) from None
 
     def replace_teachers(self, teachers: tuple[OPDTeacherConfig, ...]) -> None:
         """Take in where the teachers answer."""
@@ -88,28 +109,39 @@ def experiment(run: RunRecord, checked: PreflightReport) -> Iterator[Session]:
     started = time.perf_counter()
     opd = run.config.opd
     keys = {t.name: key for t in (opd.teachers if opd else ()) if (key := resolve_key(t))}
-    tracker = Tracker.start(run, checked)
     supervisor = Supervisor.start(
         run_dir=run.directory, run_id=run.run_id, teardown_s=run.config.run.teardown_s
     )
-    session = Session(run, checked, supervisor, keys)
+    session = Session(run, checked, supervisor, keys, seconds={"checks": checked.seconds})
+    tracker: Tracker | None = None
     error: BaseException | None = None
     try:
+        tracker = Tracker.start(run, checked)
         yield session
     except BaseException as raised:  # also Prefect's termination signal and Ctrl-C
         error = raised
         raise
     finally:
-        receipt = _end(session, error)
-        session.seconds["total"] = time.perf_counter() - started
-        summary = build_summary(session.run, receipt, session.seconds, error)
-        write_model_card(session.run, checked, summary)
-        write_summary(session.run, summary)  # before it is shipped, and again with MLflow's run id
-        summary["mlflow_run_id"] = tracker.finish(summary)
-        write_summary(session.run, summary)
-        session.summary = summary
+        with _undisturbed():
+            receipt = _end(session, error)
+            session.seconds["total"] = time.perf_counter() - started
+            _conclude(session, receipt, tracker, error)
     if not receipt.clean:
         raise TeardownError(_left_over(receipt))
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Leave Ctrl-C and SIGTERM aside while the run is being ended: it ends as fast as it can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in kept.items():
+            signal.signal(signum, handler)
 
 
 def _end(session: Session, error: BaseException | None) -> Receipt:
@@ -117,6 +149,8 @@ def _end(session: Session, error: BaseException | None) -> Receipt:
     with session.stage("teardown"):
         if session.job is not None and not session.cluster.owned:
             _stop_job(session.job)
+        if error is not None:
+            _keep_ray_logs(session)
         receipt = session.supervisor.end("completed" if error is None else type(error).__name__)
     if receipt.clean:
         announce(f"all ended: {len(receipt.children)} servers, ports free, nothing left")
@@ -125,12 +159,47 @@ def _end(session: Session, error: BaseException | None) -> Receipt:
     return receipt
 
 
+def _conclude(
+    session: Session, receipt: Receipt, tracker: Tracker | None, error: BaseException | None
+) -> None:
+    """Summary, model card, tracking, table: each in its own right, none may hide the run's
+    error."""
+    run = session.run
+    summary = session.summary = build_summary(run, receipt, session.seconds, error)
+    with _told("the summary"):
+        write_summary(run, summary)
+    with _told("the model card"):
+        write_model_card(run, session.checked, summary)
+    if tracker is not None:
+        with _told("the end of tracking"):
+            summary["mlflow_run_id"] = tracker.finish(summary)
+            write_summary(run, summary)
+    show_summary(summary)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        warn(f"{what} could not be written: {type(error).__name__}: {error}")
+
+
 def _stop_job(job: StudentJob) -> None:
     try:
         if not job.stop(JOB_STOP_S):
             warn(f"Ray job {job.job_id} did not end within {JOB_STOP_S:.0f} s; stop it by hand")
-    except (RuntimeError, OSError) as error:
+    except HTTP_ERRORS as error:
         warn(f"Ray job {job.job_id} could not be stopped: {error}")
+
+
+def _keep_ray_logs(session: Session) -> None:
+    """A run that went wrong keeps Ray's own logs; the session folder is removed with the head."""
+    if session.cluster.temp_dir is None:
+        return
+    for logs in session.cluster.temp_dir.glob("session_2*/logs"):
+        with suppress(OSError, shutil.Error):
+            shutil.copytree(logs, session.run.log("ray").with_suffix(""), dirs_exist_ok=True)
 
 
 def _left_over(receipt: Receipt) -> str:

@@ -1,7 +1,8 @@
-"""The training job: submitted to Ray, followed to its end, stopped if anything else goes wrong."""
+"""The training job: submitted to Ray and followed to its end."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -12,7 +13,7 @@ from opd_core.errors import TrainingError
 from opd_core.lifecycle.logs import log_tail
 from opd_core.tracking.journal import JournalReader
 from opd_core.training.files import JOURNAL_FILE
-from opd_core.training.jobs import ENDED, StudentJob, connect_jobs, submit_student
+from opd_core.training.jobs import ENDED, HTTP_ERRORS, StudentJob, connect_jobs
 from opd_core.training.results import read_result
 from tasks.console import TrainingProgress, announce
 from tasks.session import Session
@@ -20,6 +21,8 @@ from tasks.session import Session
 POLL_S = 0.5
 STATUS_EVERY_S = 2.0
 LOG_EVERY_S = 10.0
+FAILED_POLLS = 10
+"""So many status calls in a row may fail before the cluster is given up."""
 STUDENT = "student"
 
 
@@ -27,55 +30,64 @@ STUDENT = "student"
 def train_student(session: Session) -> None:
     """Run the training job; its result is then in the run directory.
 
-    Raises :class:`TrainingError` with the driver's own reason, or the tail of its log.
+    Raises :class:`TrainingError` with the driver's own reason, or the tail of its log. Whatever is
+    raised, the session ends the job.
     """
-    config = session.run.config
     with session.stage("cluster_wait"):
         client = connect_jobs(
             session.cluster.address,
             session.cluster.token,
-            limit_s=config.ray.startup_limit_s,
-            still_alive=session.supervisor.raise_if_dead,
+            limit_s=session.run.config.ray.startup_limit_s,
+            still_alive=session.still_alive,
         )
     announce("Ray is up; starting the student's job")
-    job = submit_student(
-        client,
-        job_id=session.run.run_id,
-        interpreter=sys.executable,
-        run_dir=str(session.run.directory),
-    )
-    session.job = job
-    with session.stage("student_job"):
-        _follow(session, job)
-    _save_log(session, job)
+    job = session.job = StudentJob(client, session.run.run_id)
+    job.submit(sys.executable, str(session.run.directory))
+    try:
+        with session.stage("student_job"):
+            status = _follow(session, job)
+    finally:
+        save_log(session, job)
     result = read_result(session.run.directory)
     if result is None:
         tail = log_tail(session.run.log(STUDENT))
-        raise TrainingError(f"the student's job ended ({job.status()}) without a result:\n{tail}")
+        raise TrainingError(f"the student's job ended ({status}) without a result:\n{tail}")
     if result.status != "completed":
         raise TrainingError(f"{result.error_type}: {result.error}")
 
 
-def _follow(session: Session, job: StudentJob) -> None:
+def save_log(session: Session, job: StudentJob) -> None:
+    """Bring the job's log into the run directory; a failure costs nothing but the log's end."""
+    path = session.run.log(STUDENT)
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(job.log(), encoding="utf-8")
+        os.replace(partial, path)
+    except HTTP_ERRORS:
+        partial.unlink(missing_ok=True)
+
+
+def _follow(session: Session, job: StudentJob) -> str:
+    """Show progress until the job has ended; its last status."""
     reader = JournalReader(session.run.directory / JOURNAL_FILE)
     next_status = next_log = 0.0
+    status, failed = "PENDING", 0
     with TrainingProgress(session.run.config.training.steps) as progress:
-        while True:
-            session.supervisor.raise_if_dead()
-            for record in reader.read():
-                progress.show(record.train_step, record.metrics)
+        while status not in ENDED:
+            session.still_alive()
             now = time.monotonic()
             if now >= next_log:
-                _save_log(session, job)
+                save_log(session, job)
                 next_log = now + LOG_EVERY_S
             if now >= next_status:
-                if job.status() in ENDED:
-                    break
                 next_status = now + STATUS_EVERY_S
+                try:
+                    status, failed = job.status(), 0
+                except HTTP_ERRORS as error:
+                    failed += 1
+                    if failed >= FAILED_POLLS:
+                        raise TrainingError(f"Ray no longer answers: {error}") from None
+            for record in reader.read():
+                progress.show(record.train_step, record.metrics)
             time.sleep(POLL_S)
-        for record in reader.read():
-            progress.show(record.train_step, record.metrics)
-
-
-def _save_log(session: Session, job: StudentJob) -> None:
-    session.run.log(STUDENT).write_text(job.log(), encoding="utf-8")
+    return status

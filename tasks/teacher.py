@@ -91,7 +91,7 @@ def _place(session: Session, teacher: OPDTeacherConfig, number: int, replica: Re
         replica.backend, launch, name=teacher.name, port=port, keyed=key is not None
     )
     name = f"teacher-{teacher.name}" + (f"-{number}" if number else "")
-    session.supervisor.spawn(
+    session.spawn(
         ChildSpec(
             name=name,
             kind="teacher",
@@ -116,7 +116,7 @@ def _wait(session: Session, replica: ReplicaConfig) -> float:
         str(replica.endpoint),
         replica.backend,
         limit_s=limit_s,
-        still_alive=session.supervisor.raise_if_dead,
+        still_alive=session.still_alive,
         waiting=_patiently(str(replica.endpoint)),
     )
 
@@ -136,11 +136,11 @@ def _patiently(endpoint: str) -> Callable[[float, str], None]:
 
 def _facts(session: Session, teacher: OPDTeacherConfig) -> TeacherFacts:
     """Of a launched teacher from its model's files; of an external one from what it says."""
-    launch = next((r.launch for r in teacher.all_replicas if r.launch), None)
     known = session.checked.teachers.get(teacher.name)
     if known is not None:
-        context = (launch and launch.context_length) or known.context_length
-        return TeacherFacts(known.vocab_size, context)
+        named = (r.launch.context_length for r in teacher.all_replicas if r.launch)
+        shortest = min(filter(None, named), default=known.context_length)
+        return TeacherFacts(known.vocab_size, shortest)
     info, student = session.teacher_info[teacher.name], session.checked.student
     assert student is not None  # or the checks would have stopped the run
     # An id above the server's vocabulary can end it; the tokenizer's own ids are in any padded one.

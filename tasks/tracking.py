@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -16,11 +17,13 @@ from typing import Any
 
 from prefect.runtime import deployment, flow_run
 from rich.table import Table
+from rich.text import Text
 
+from opd_core.errors import DataError
 from opd_core.lifecycle.ledger import LEDGER_FILE
 from opd_core.lifecycle.records import RECEIPT_FILE, Receipt
 from opd_core.preflight import PreflightReport
-from opd_core.tracking.journal import JournalReader
+from opd_core.tracking.journal import JournalReader, JournalRecord
 from opd_core.tracking.mlflow_sink import (
     RUN_TAG,
     MlflowRun,
@@ -33,13 +36,14 @@ from opd_core.tracking.shipper import Shipper, SinkFactory
 from opd_core.tracking.sink import Artifact, Ending, RunStatus
 from opd_core.tracking.tensorboard_sink import TensorBoardSink
 from opd_core.training.files import CONFIG_FILE, JOURNAL_FILE, RESULT_FILE
-from opd_core.training.results import RunResult, read_result
-from tasks.console import CONSOLE, CONSOLE_VARIABLE, warn
+from opd_core.training.results import RunResult, read_result, summarise
+from tasks.console import CONSOLE, TERMINAL, logger, warn
 from tasks.environment import LOGS, RunRecord
 
 SUMMARY_FILE = "summary.json"
 MODEL_CARD_FILE = "model_card.md"
 SHIP_WITHIN_S = 60.0
+GROUPS = ("completed", "filtered", "failed")
 PACKAGES = ("torch", "transformers", "ray", "prefect", "mlflow")
 MLFLOW_STATUS: dict[str, RunStatus] = {"completed": "FINISHED", "cancelled": "KILLED"}
 
@@ -98,7 +102,8 @@ def build_summary(
     run: RunRecord, receipt: Receipt, seconds: Mapping[str, float], error: BaseException | None
 ) -> dict[str, Any]:
     """What ``summary.json`` holds, for a run that ended in any way."""
-    result = read_result(run.directory) or RunResult(status="failed")
+    result = _read_result(run)
+    numbers = summarise(_read_journal(run))
     status = "completed"
     if error is not None:
         status = "failed" if isinstance(error, Exception) else "cancelled"
@@ -110,18 +115,38 @@ def build_summary(
         "run_id": run.run_id,
         "recipe": run.config.name,
         "seed": run.config.seed,
-        "train_steps": result.train_steps,
-        "accuracy": asdict(result.accuracy),
-        "opd_reverse_kl": asdict(result.opd_reverse_kl),
-        "groups": {key: result.groups.get(key, 0) for key in ("completed", "filtered", "failed")},
+        "train_steps": numbers.train_steps,
+        "accuracy": asdict(numbers.accuracy),
+        "opd_reverse_kl": asdict(numbers.opd_reverse_kl),
+        "groups": dict.fromkeys(GROUPS, 0) | {s: n for s, n in numbers.groups.items() if n},
+        "lost": numbers.lost,
         "survivors": result.survivors,
         "prompts": result.prompts,
-        "seconds": {k: round(v, 3) for k, v in {**seconds, **result.seconds}.items()},
+        "seconds": {
+            name: round(value, 3)
+            for name, value in {**seconds, **result.seconds, **numbers.seconds}.items()
+        },
         "teardown_clean": receipt.clean,
         "mlflow_run_id": None,
         "student_path": result.student_path,
         "run_directory": str(run.directory),
     }
+
+
+def _read_result(run: RunRecord) -> RunResult:
+    try:
+        return read_result(run.directory) or RunResult(status="failed")
+    except (OSError, ValueError, TypeError) as error:
+        warn(f"{RESULT_FILE} cannot be read: {error}")
+        return RunResult(status="failed")
+
+
+def _read_journal(run: RunRecord) -> list[JournalRecord]:
+    try:
+        return JournalReader(run.directory / JOURNAL_FILE).read()
+    except (OSError, DataError) as error:
+        warn(f"the journal cannot be read to its end: {error}")
+        return []
 
 
 def write_summary(run: RunRecord, summary: Mapping[str, Any]) -> None:
@@ -155,14 +180,24 @@ def write_model_card(run: RunRecord, checked: PreflightReport, summary: Mapping[
 
 
 def show_summary(summary: Mapping[str, Any]) -> None:
-    """Print the table that ends a run at the terminal."""
-    if os.environ.get(CONSOLE_VARIABLE) != "1":
-        return
+    """Tell the run's end: a table at the terminal, JSON on standard output if it was asked for."""
+    logger().info("summary: %s", json.dumps(summary))
+    if TERMINAL.lines:
+        CONSOLE.print(_table(summary))
+    if TERMINAL.summary_json:
+        sys.stderr.flush()
+        print(json.dumps(summary), flush=True)
+
+
+def _table(summary: Mapping[str, Any]) -> Table:
     table = Table(title=f"{summary['run_id']}: {summary['status']}", show_header=False)
     table.add_row("accuracy (held out, sampled)", _span(summary["accuracy"]))
     table.add_row("opd_reverse_kl (nats/token)", _span(summary["opd_reverse_kl"]))
-    groups = summary["groups"]
-    table.add_row("groups", ", ".join(f"{count} {status}" for status, count in groups.items()))
+    table.add_row("train steps", str(summary["train_steps"]))
+    counts = (f"{count} {status}" for status, count in summary["groups"].items())
+    table.add_row("groups", ", ".join(counts))
+    if summary["lost"]:
+        table.add_row("lost", summary["survivors"] or str(summary["lost"]))
     seconds = sorted(summary["seconds"].items(), key=lambda item: -item[1])
     table.add_row("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds))
     table.add_row("teardown", "nothing left" if summary["teardown_clean"] else "NOT CLEAN")
@@ -170,8 +205,8 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     table.add_row("MLflow run", summary["mlflow_run_id"] or "-")
     table.add_row("everything else", summary["run_directory"])
     if summary["error"]:
-        table.add_row("error", summary["error"])
-    CONSOLE.print(table)
+        table.add_row("error", Text(summary["error"]))
+    return table
 
 
 def _span(span: Mapping[str, Any]) -> str:

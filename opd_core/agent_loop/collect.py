@@ -79,6 +79,11 @@ class Collector:
         self._on_group = on_group
         self._next_id = 0
 
+    @property
+    def epoch(self) -> int:
+        """Number of the current pass over the data, from 0."""
+        return self._queue.epoch
+
     async def collect(self, train_step: int) -> tuple[list[Group], Survivors]:
         """The step's groups. Raises :class:`SurvivorError` when the limit of started groups is
         reached: the step would otherwise loop through the data for ever."""
@@ -88,7 +93,8 @@ class Collector:
                 raise SurvivorError(
                     f"train step {train_step}: {survivors.started} groups were started and "
                     f"{missing} are still missing (limit {self._limit}, "
-                    f"task.max_groups_per_step):\n{survivors.table()}"
+                    f"task.max_groups_per_step):\n{survivors.table()}",
+                    dict(survivors.as_counts()),
                 )
             for group in await self._loop.run(self._requests(missing), train_step):
                 survivors.count(group)

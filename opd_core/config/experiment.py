@@ -13,6 +13,7 @@ from opd_core.config.student import (
     StudentConfig,
     TaskSpecConfig,
     TrainingConfig,
+    gpu_shares,
 )
 from opd_core.config.teacher import OPDConfig
 from opd_core.config.values import Frozen, Name, is_http_url
@@ -108,6 +109,20 @@ class ExperimentConfig(Frozen):
                 f"task.max_groups_per_step: {self.groups_per_step_limit} groups cannot fill a "
                 f"train step of {self.training.prompts_per_step} (training.prompts_per_step): "
                 "raise it, or write null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _actors_fit(self) -> Self:
+        training, sampling = self.training.actors, self.sampling.actors
+        gpu_shares(self.student.gpus, training, sampling)
+        cpus = self.ray.num_cpus
+        # An existing cluster has CPUs of its own.
+        if self.ray.address is None and cpus is not None and cpus < training + sampling:
+            raise ValueError(
+                f"ray.num_cpus: {cpus} is too few for {training} training actors and {sampling} "
+                f"sampling actors, one each; they would wait for ever: write {training + sampling} "
+                "or more, or null"
             )
         return self
 

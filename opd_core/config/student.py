@@ -4,18 +4,54 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from opd_core.config.values import Beta, Devices, Dtype, Frozen, ImportPath, ModelOrPath
+from opd_core.config.values import Beta, Devices, Frozen, ImportPath, ModelOrPath
 
 
 class StudentConfig(Frozen):
     """The model being trained."""
 
     model: ModelOrPath
-    dtype: Dtype = Field("float32", description="Of the weights that are trained and sampled")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Of sampling and of the training's forward pass; the weights that the "
+        "optimizer holds and those that are saved are float32",
+    )
     devices: Devices = ("cpu",)
     cpu_threads: int = Field(1, ge=1, description="Compute threads of each actor on a CPU")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _trainable(cls, value: object) -> object:
+        if value == "float16":
+            raise ValueError("float16 gradients underflow without a loss scaler: write bfloat16")
+        return value
+
+    @property
+    def gpus(self) -> int:
+        """How many of the devices are GPUs."""
+        return sum(not device.startswith("cpu") for device in self.devices)
+
+
+def gpu_shares(gpus: int, training: int, sampling: int) -> tuple[float, float]:
+    """GPUs of each training actor and of each sampling actor, as Ray counts them.
+
+    One each where there are enough. Else a sampling actor may share with one training actor, but
+    two training actors never share (NCCL refuses it): hence more than half. Raises ValueError if
+    that does not fit either.
+    """
+    if gpus == 0:
+        return 0.0, 0.0
+    if gpus >= training + sampling:
+        return 1.0, 1.0
+    if gpus >= max(training, sampling):
+        return 0.6, 0.4
+    raise ValueError(
+        f"student.devices: {gpus} GPUs are too few for {training} training actors and {sampling} "
+        f"sampling actors, of which no two of a kind may share one: name {max(training, sampling)} "
+        "or more, or lower training.actors or sampling.actors"
+    )
 
 
 class DataConfig(Frozen):

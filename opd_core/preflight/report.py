@@ -35,6 +35,7 @@ class PreflightReport:
     proof_sequences: list[list[int]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
     def raise_problems(self) -> None:
         """Raise :class:`PreflightError` with all problems, if there are any."""

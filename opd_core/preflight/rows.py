@@ -29,9 +29,10 @@ def check_data(
                 )
     if config.data.evaluation is not None:
         held_out = _scan(config.data.evaluation, report)
-        if held_out and config.task.judge is None:
+        if held_out and not config.task.judged:
             report.warnings.append(
-                "data.evaluation is named but task.judge is not, so nothing can be evaluated"
+                "data.evaluation is named but no judge is, so nothing can be evaluated: name "
+                "task.judge or task.batch_judge"
             )
         if held_out:
             _check_ground_truth(config, config.data.evaluation, report)

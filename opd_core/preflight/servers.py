@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import socket
 from collections import Counter
+from urllib.parse import urlsplit
 
 from opd_core.config import ExperimentConfig
 from opd_core.lifecycle.ports import port_is_free
 from opd_core.preflight.launches import Launched, launches
 from opd_core.preflight.report import PreflightReport
 
+HERE = frozenset({"127.0.0.1", "localhost", "::1", socket.gethostname()})
 SERVER_MODULE = {"sglang": "sglang", "lmdeploy": "lmdeploy"}
 
 
 def check_servers(config: ExperimentConfig, report: PreflightReport) -> None:
     """Each server that the run starts can be started, at a port of its own."""
     servers = launches(config)
+    _check_reach(config, report)
     for server in servers:
         _check_interpreter(server, report)
     ports = Counter(server.port for server in servers if server.port is not None)
@@ -32,6 +36,17 @@ def check_servers(config: ExperimentConfig, report: PreflightReport) -> None:
                 f"{who}: port {port} is in use on 127.0.0.1; free it, or leave the port out "
                 "(a free one is then taken)"
             )
+
+
+def _check_reach(config: ExperimentConfig, report: PreflightReport) -> None:
+    """A launched server listens on this host's loopback: a job elsewhere cannot reach it."""
+    address = config.ray.address
+    host = urlsplit(address).hostname if address else None
+    if host is not None and launches(config) and host not in HERE:
+        report.problems.append(
+            f"ray.address {address} is another host, and a launched teacher listens on this one's "
+            "loopback only: start the teacher yourself and name its 'endpoint'"
+        )
 
 
 def _check_interpreter(server: Launched, report: PreflightReport) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from opd_core.errors import SamplingError
@@ -19,6 +19,8 @@ from opd_core.sampling.protocol import Completion, SampleRequest
 
 COMPACT_BELOW = 0.75
 """The batch is compacted when no more than this share of its rows is still running."""
+PLAIN_ATTENTION = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Model types whose attention, unless it slides, needs no mask but causal and padding."""
 
 
 class TransformersEngine:
@@ -31,6 +33,7 @@ class TransformersEngine:
         self.pad_id = pad_id
         self.max_rows = max_rows
         self.policy_version = 0
+        self._own_mask = _takes_own_mask(model.config)
 
     def load_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Take over the student's weights; raises :class:`SamplingError` if names do not match."""
@@ -52,14 +55,14 @@ class TransformersEngine:
     @torch.inference_mode()
     def _decode(self, requests: list[SampleRequest]) -> Iterator[list[Completion]]:
         rows = _Rows(requests, self.device)
-        input_ids, mask = self._left_padded(requests)
+        input_ids, valid = self._left_padded(requests)
+        positions = (valid.cumsum(-1) - 1).clamp_min(0)
         cache = None
         step = 0
         while rows.running:
-            positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -input_ids.shape[1] :]
             output = self.model(
                 input_ids=input_ids,
-                attention_mask=mask,
+                attention_mask=self._mask(valid, input_ids.shape[1]),
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
@@ -70,28 +73,54 @@ class TransformersEngine:
                 output.logits[:, -1].float(), rows.uniforms[:, step], rows.temperature
             )
             ended = torch.isin(tokens, self.end_ids)
-            # The one device-to-host copy of a decoding step.
+            # The one device-to-host copy of a decoding step (where the mask is our own).
             finished = rows.append(*torch.stack([tokens.double(), logprobs.double(), ended]).cpu())
             if finished:
                 yield [row.completion(self.policy_version) for row in finished]
             step += 1
-            input_ids = tokens[:, None]
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            input_ids, positions = tokens[:, None], positions[:, -1:] + 1
+            valid = torch.cat([valid, valid.new_ones(len(valid), 1)], dim=1)
             if 0 < rows.running <= COMPACT_BELOW * len(rows.rows):
                 keep = rows.compact()
-                input_ids, mask = input_ids[keep], mask[keep]
+                input_ids, positions, valid = input_ids[keep], positions[keep], valid[keep]
                 cache.batch_select_indices(keep)
+
+    def _mask(self, valid: Bool[Tensor, "B K"], queries: int) -> Tensor:
+        """What the last ``queries`` positions may see: [B, 1, queries, K], True is seen.
+
+        From the [B, K] form transformers makes the same, but asks the device at every step whether
+        any key is padding at all; models with other attention need that form.
+        """
+        if not self._own_mask:
+            return valid
+        keys = valid[:, None, None, :]
+        if queries == 1:  # the newest position sees every real token, itself among them
+            return keys
+        causal = torch.ones(queries, queries, dtype=torch.bool, device=self.device).tril()
+        # A pad sees itself: a row that sees nothing may become NaN, and 0 * NaN reaches the others.
+        return (keys & causal) | causal.triu()
 
     def _left_padded(
         self, requests: list[SampleRequest]
-    ) -> tuple[Int[Tensor, "B P"], Int[Tensor, "B P"]]:
+    ) -> tuple[Int[Tensor, "B P"], Bool[Tensor, "B P"]]:
         longest = max(len(r.prompt_ids) for r in requests)
         pads = [longest - len(r.prompt_ids) for r in requests]
         ids = [
             [self.pad_id] * pad + list(r.prompt_ids) for r, pad in zip(requests, pads, strict=True)
         ]
-        mask = [[0] * pad + [1] * (longest - pad) for pad in pads]
-        return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
+        valid = [[False] * pad + [True] * (longest - pad) for pad in pads]
+        return torch.tensor(ids, device=self.device), torch.tensor(valid, device=self.device)
+
+
+def _takes_own_mask(config: Any) -> bool:
+    """Whether a finished boolean mask is used as it is, and says all there is to say."""
+    layers = getattr(config, "layer_types", None) or ()
+    return (
+        config.model_type in PLAIN_ATTENTION
+        and config._attn_implementation == "sdpa"  # others want another form
+        and getattr(config, "sliding_window", None) is None
+        and set(layers) <= {"full_attention"}
+    )
 
 
 def _draw(

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from torch import Tensor
 
 from opd_core.config import ExperimentConfig
+from opd_core.config.student import gpu_shares
 from opd_core.errors import OPDError, SamplingError, TrainingError
 from opd_core.sampling.protocol import Completion, SampleRequest
 from opd_core.sampling.transformers_engine import TransformersEngine
@@ -65,9 +66,9 @@ class TrainingActor:
         torch.set_num_threads(config.student.cpu_threads)
         torch.manual_seed(config.seed)
         device = models.pick_device()
-        model = models.load_model(config.student.model, config.student.dtype, device)
+        model = models.load_model(config.student.model, "float32", device)
         tokenizer = models.load_tokenizer(config.student.model)
-        self._learner = Learner(model, tokenizer, config.training, config.opd)
+        self._learner = Learner(model, tokenizer, config.training, config.opd, config.student.dtype)
 
     def ready(self) -> str:
         """The device, once the model is loaded."""
@@ -107,17 +108,19 @@ class RaySampler:
         self._actors = actors
 
     async def sample(self, requests: Sequence[SampleRequest]) -> AsyncIterator[list[Completion]]:
-        """Completions of all actors as they finish; a group stays on one actor."""
-        queue: asyncio.Queue[list[Completion] | None] = asyncio.Queue()
+        """Completions of all actors as they finish; a group stays on one actor.
+
+        Raises :class:`SamplingError` as soon as one actor dies or fails.
+        """
+        queue: asyncio.Queue[list[Completion] | Exception | None] = asyncio.Queue()
 
         async def pump(actor: Any, share: list[SampleRequest]) -> None:
             try:
                 async for reference in actor.sample.remote(share):
                     await queue.put(await reference)
-            except RayError as error:
-                raise SamplingError(f"a sampling actor was lost: {_plain(error)}") from None
-            finally:
                 await queue.put(None)
+            except Exception as error:  # raised where the completions are read
+                await queue.put(error)
 
         count = len(self._actors)
         shares = [[r for r in requests if r.key[0] % count == i] for i in range(count)]
@@ -129,12 +132,15 @@ class RaySampler:
         try:
             running = len(pumps)
             while running:
-                completions = await queue.get()
-                if completions is None:
+                item = await queue.get()
+                if item is None:
                     running -= 1
+                elif isinstance(item, RayError):
+                    raise _sampling_error(item) from None
+                elif isinstance(item, Exception):
+                    raise item
                 else:
-                    yield completions
-            await asyncio.gather(*pumps)  # raises what a pump raised
+                    yield item
         finally:
             for task in pumps:
                 task.cancel()
@@ -155,9 +161,10 @@ class RayLearner:
         """Let the ranks meet; nothing to do for one rank."""
         count = len(self._actors)
         if count > 1:
-            address = await self._actors[0].address.remote()
+            doing = "joining the training ranks"
+            (address,) = await _all([self._actors[0].address.remote()], doing)
             joins = [a.join.remote(address, rank, count) for rank, a in enumerate(self._actors)]
-            await _all(joins, "joining the training ranks")
+            await _all(joins, doing)
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """One train step on all ranks; their metrics are the same, so rank 0's are returned."""
@@ -178,29 +185,55 @@ class RayLearner:
 async def start_actors(config: ExperimentConfig) -> tuple[RaySampler, RayLearner]:
     """Start all actors and wait until their models are loaded.
 
-    Raises :class:`TrainingError` with the actor's own reason if one does not come up.
+    Raises :class:`TrainingError` with the actor's own reason if one does not come up, and with
+    what was asked and what there is if they are not all ready after ``ray.startup_limit_s``.
     """
-    count = config.sampling.actors + config.training.actors
-    gpus = sum(
-        device != "cpu" and not device.startswith("cpu:") for device in config.student.devices
+    limit = config.ray.startup_limit_s
+    ranks, samplers = config.training.actors, config.sampling.actors
+    shares = gpu_shares(config.student.gpus, ranks, samplers)
+    doing = "loading the student"
+    try:
+        async with asyncio.timeout(limit):
+            training = _start(TrainingActor, config, ranks, shares[0])
+            if 0 < shares[0] < 1:
+                # Two samplers placed first could share the GPU that the last rank needs.
+                await _all([actor.ready.remote() for actor in training], doing)
+            sampling = _start(SamplingActor, config, samplers, shares[1])
+            await _all([actor.ready.remote() for actor in [*training, *sampling]], doing)
+            learner = RayLearner(training)
+            await learner.join()
+    except TimeoutError:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        raise TrainingError(not_ready(ranks, samplers, shares, limit, total, free)) from None
+    return RaySampler(sampling), learner
+
+
+def not_ready(
+    ranks: int,
+    samplers: int,
+    shares: tuple[float, float],
+    limit_s: float,
+    total: Mapping[str, float],
+    free: Mapping[str, float],
+) -> str:
+    """The message for actors that are not ready in time: what was asked, what the cluster has."""
+    return (
+        f"the student's actors were not ready after {limit_s:g} s. Asked for: {ranks} training "
+        f"actors (1 CPU and {shares[0]:g} GPUs each), {samplers} sampling actors (1 CPU and "
+        f"{shares[1]:g} GPUs each). The cluster has {total.get('CPU', 0):g} CPUs and "
+        f"{total.get('GPU', 0):g} GPUs; free now: {free.get('CPU', 0):g} and "
+        f"{free.get('GPU', 0):g}. If they can never fit, lower training.actors or sampling.actors "
+        "or wait for a free cluster; if the model loads slowly, raise ray.startup_limit_s"
     )
+
+
+def _start(kind: type, config: ExperimentConfig, count: int, gpus: float) -> list[Any]:
     options = {
         "num_cpus": 1,
-        "num_gpus": min(1.0, gpus / count),
+        "num_gpus": gpus,
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(config.student.cpu_threads)}},
     }
-    sampling = [
-        ray.remote(SamplingActor).options(**options).remote(config)
-        for _ in range(config.sampling.actors)
-    ]
-    training = [
-        ray.remote(TrainingActor).options(**options).remote(config)
-        for _ in range(config.training.actors)
-    ]
-    await _all([a.ready.remote() for a in [*sampling, *training]], "loading the student")
-    learner = RayLearner(training)
-    await learner.join()
-    return RaySampler(sampling), learner
+    return [ray.remote(kind).options(**options).remote(config) for _ in range(count)]
 
 
 def connect() -> None:
@@ -212,10 +245,19 @@ async def _all(references: Sequence[Any], doing: str) -> list[Any]:
     try:
         return list(await asyncio.gather(*references))
     except RayError as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, OPDError):
-            raise cause from None
-        raise TrainingError(f"{doing}: {_plain(error)}") from None
+        raise _own_error(error) or TrainingError(f"{doing}: {_plain(error)}") from None
+
+
+def _sampling_error(error: RayError) -> OPDError:
+    if isinstance(error, RayActorError):
+        return SamplingError(f"a sampling actor died: {_plain(error)}")
+    return _own_error(error) or SamplingError(f"a sampling actor failed: {_plain(error)}")
+
+
+def _own_error(error: RayError) -> OPDError | None:
+    """The error of this project that an actor raised, if it was one."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, OPDError) else None
 
 
 def _plain(error: RayError) -> str:

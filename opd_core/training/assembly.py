@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -18,6 +19,7 @@ from opd_core.agent_loop.replay_buffer import ReplayBuffer
 from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.data import load_prompts
 from opd_core.errors import TrainingError
+from opd_core.rollout import Group, Status
 from opd_core.sampling.protocol import Sampler
 from opd_core.scoring.client import TeacherFacts
 from opd_core.scoring.routing import TeacherRouter
@@ -25,6 +27,8 @@ from opd_core.tracking.journal import Journal
 from opd_core.training.files import JOURNAL_FILE, TEACHERS_FILE
 from opd_core.training.loop import LearnerHandle, SamplerHandle, TrainLoop
 from opd_core.training.models import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class StudentSampler(Sampler, SamplerHandle, Protocol):
@@ -69,6 +73,7 @@ async def build_loop(
         ReplayBuffer(needs_scores=config.opd is not None, needs_rewards=config.task_adv_weight > 0),
         groups_per_step=config.training.prompts_per_step,
         limit=config.groups_per_step_limit,
+        on_group=_tell_lost,
     )
     counts = {"read": data.rows, "too_long": data.too_long}
     return TrainLoop(
@@ -82,6 +87,19 @@ async def build_loop(
         record=Journal(run_dir / JOURNAL_FILE).append,
         evaluate=_evaluator(config, tokenizer, judge, batch_judge, sampler=sampler, decode=decode),
     ), counts
+
+
+def _tell_lost(group: Group) -> None:
+    """One line in the job's log for every group that was lost, with its reason."""
+    if group.status in (Status.FAILED, Status.ABORTED, Status.EXPIRED):
+        logger.warning(
+            "group %d (data row %d) is %s: %s: %s",
+            group.group_id,
+            group.prompt.row,
+            group.status.value,
+            group.cause,
+            group.error_msg,
+        )
 
 
 async def _teachers(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ def main() -> int:
     from opd_core.training.files import CONFIG_FILE
     from opd_core.training.results import RunResult
 
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     run_dir = Path(sys.argv[1])
     try:
         source = run_dir / CONFIG_FILE
@@ -44,7 +46,7 @@ async def run_training(config: ExperimentConfig, run_dir: Path) -> RunResult:
     """Connect to Ray, start the actors, train."""
     from opd_core.training import actors
     from opd_core.training.assembly import build_loop
-    from opd_core.training.results import completed
+    from opd_core.training.results import RunResult
 
     started = time.perf_counter()
     actors.connect()
@@ -53,7 +55,13 @@ async def run_training(config: ExperimentConfig, run_dir: Path) -> RunResult:
     async with AsyncExitStack() as exits:
         loop, prompts = await build_loop(config, run_dir, sampler, learner, exits, os.environ)
         outcome = await loop.run()
-    return completed(outcome, prompts, seconds)
+    return RunResult(
+        "completed",
+        survivors=outcome.survivors.table(),
+        prompts=prompts,
+        seconds=seconds,
+        student_path=outcome.student_path,
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ PORT_FLAGS = (
 )
 """One reserved port for each; two clusters on a host must share none of them."""
 LOOPBACK = "127.0.0.1"
-JOB_STOP_WAIT_S = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,10 @@ def head_command(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
         "RAY_process_group_cleanup_enabled": "1",
-        "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_WAIT_S),
+        # Else Ray takes 127.0.0.1 for the host's own address and listens there, or everywhere.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Else SIGTERM waits half a minute for a job that is being ended anyway.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "OMP_NUM_THREADS": str(config.student.cpu_threads),

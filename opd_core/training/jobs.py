@@ -14,15 +14,29 @@ from typing import Any
 from opd_core.errors import ServingError, TrainingError
 
 POLL_S = 0.5
+REQUEST_TIMEOUT_S = 10.0
 ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
+HTTP_ERRORS = (RuntimeError, OSError)
+"""What the SDK raises: its own RuntimeError, and requests' errors, which are OSErrors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StudentJob:
-    """A submitted job."""
+    """A job by its id, which is known before it is submitted. Methods raise :data:`HTTP_ERRORS`."""
 
     client: Any
     job_id: str
+
+    def submit(self, interpreter: str, run_dir: str) -> None:
+        """Submit the driver of the run in ``run_dir``. Raises :class:`TrainingError`.
+
+        No key travels with it: Ray keeps and shows a job's environment.
+        """
+        entrypoint = shlex.join([interpreter, "-m", "opd_core.training.driver", run_dir])
+        try:
+            self.client.submit_job(entrypoint=entrypoint, submission_id=self.job_id)
+        except RuntimeError as error:
+            raise TrainingError(f"the Ray cluster did not take the job: {error}") from None
 
     def status(self) -> str:
         """``PENDING``, ``RUNNING``, ``SUCCEEDED``, ``FAILED`` or ``STOPPED``."""
@@ -33,7 +47,9 @@ class StudentJob:
         return str(self.client.get_job_logs(self.job_id))
 
     def stop(self, wait_s: float) -> bool:
-        """Ask the job to end and wait for it; True if it ended in time."""
+        """Ask the job to end and wait for it; True if it ended in time, or never began."""
+        if all(job.submission_id != self.job_id for job in self.client.list_jobs()):
+            return True
         if self.status() not in ENDED:
             self.client.stop_job(self.job_id)
         deadline = time.monotonic() + wait_s
@@ -53,14 +69,20 @@ def connect_jobs(
     """
     from ray.job_submission import JobSubmissionClient
 
+    class PatientClient(JobSubmissionClient):  # type: ignore[misc]
+        """The SDK's requests have no time-out of their own."""
+
+        def _do_request(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._do_request(*args, **{"timeout": REQUEST_TIMEOUT_S, **kwargs})
+
     headers = {"Authorization": f"Bearer {token}"} if token else None
     deadline = time.monotonic() + limit_s
     while True:
         still_alive()
         try:
-            client = JobSubmissionClient(address, headers=headers)
+            client = PatientClient(address, headers=headers)
             client.list_jobs()
-        except (ConnectionError, RuntimeError) as error:
+        except HTTP_ERRORS as error:
             if time.monotonic() > deadline:
                 raise ServingError(
                     f"the Ray cluster at {address} does not answer after {limit_s:.0f} s: {error}"
@@ -68,16 +90,3 @@ def connect_jobs(
             time.sleep(POLL_S)
         else:
             return client
-
-
-def submit_student(client: Any, *, job_id: str, interpreter: str, run_dir: str) -> StudentJob:
-    """Submit the driver of the run in ``run_dir``. Raises :class:`TrainingError`.
-
-    No key travels with it: Ray keeps and shows a job's environment.
-    """
-    entrypoint = shlex.join([interpreter, "-m", "opd_core.training.driver", run_dir])
-    try:
-        client.submit_job(entrypoint=entrypoint, submission_id=job_id)
-    except RuntimeError as error:
-        raise TrainingError(f"the Ray cluster did not take the job: {error}") from None
-    return StudentJob(client, job_id)

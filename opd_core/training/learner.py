@@ -2,11 +2,16 @@
 
 Loss and gradients are sums over this rank's tokens divided by the valid tokens of all ranks, so
 gradients of ranks are added, never averaged.
+
+The weights that the optimizer holds, and those that are saved, are fp32 whatever ``student.dtype``
+says: a bf16 number near 1 has a spacing of 2**-7 and would swallow an update of 1e-6. The forward
+pass runs in ``student.dtype`` under autocast (mixed precision, Micikevicius et al. 2018).
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +27,7 @@ from opd_core.objective.logprobs import token_logprobs
 from opd_core.objective.loss import policy_loss
 from opd_core.objective.metrics import gather_tokens, reverse_kl_metrics, rollout_stderr
 from opd_core.training.batch import MiniBatch, PaddedBatch, TrainBatch, collate, micro_batches
-from opd_core.training.models import cpu_weights, save_model
+from opd_core.training.models import cpu_weights, pad_id, save_model
 
 TOKEN_COLUMNS = 5  # k, A, clamped, source, |rollout - old|
 
@@ -39,16 +44,26 @@ class _StepStatistics:
 
 
 class Learner:
-    """Holds one replica of the student and its optimizer."""
+    """Holds one replica of the student and its optimizer.
+
+    ``model`` is in float32; ``dtype`` is the student's: of the forward pass and of the weights that
+    are handed out.
+    """
 
     def __init__(
-        self, model: Any, tokenizer: Any, training: TrainingConfig, opd: OPDConfig | None
+        self,
+        model: Any,
+        tokenizer: Any,
+        training: TrainingConfig,
+        opd: OPDConfig | None,
+        dtype: str = "float32",
     ) -> None:
         self.model = model.train()
         self.tokenizer = tokenizer
         self.device = model.device
         self._training = training
         self._opd = opd
+        self._dtype: torch.dtype = getattr(torch, dtype)
         if training.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         self._optimizer = torch.optim.AdamW(
@@ -75,27 +90,30 @@ class Learner:
         return self._metrics(batch, stats)
 
     def weights(self) -> dict[str, Tensor]:
-        """The current weights on the host."""
-        return cpu_weights(self.model)
+        """The current weights on the host, in the dtype that the samplers hold."""
+        return cpu_weights(self.model, self._dtype)
 
     def save(self, path: Path) -> Path:
-        """Write the student in Hugging Face format."""
+        """Write the student in Hugging Face format, in fp32."""
         return save_model(self.model, self.tokenizer, path)
 
     def _logprobs(self, padded: PaddedBatch) -> Tensor:
-        # Right padding under causal attention: no valid position ever sees a pad.
-        body = self.model.base_model(input_ids=padded.token_ids, use_cache=False)
-        head = self.model.get_output_embeddings()
-        return token_logprobs(
-            body.last_hidden_state,
-            head.weight,
-            padded.token_ids,
-            head_bias=head.bias,
-            chunk_tokens=self._training.logprob_chunk_tokens,
-        )
+        """[B, T] in fp32; a forward in a shorter dtype keeps the log-softmax in fp32."""
+        mixed = self._dtype != torch.float32
+        with torch.autocast(self.device.type, self._dtype) if mixed else nullcontext():
+            # Right padding under causal attention: no valid position ever sees a pad.
+            body = self.model.base_model(input_ids=padded.token_ids, use_cache=False)
+            head = self.model.get_output_embeddings()
+            return token_logprobs(
+                body.last_hidden_state,
+                head.weight,
+                padded.token_ids,
+                head_bias=head.bias,
+                chunk_tokens=self._training.logprob_chunk_tokens,
+            )
 
     def _padded(self, mini: MiniBatch) -> list[PaddedBatch]:
-        pad = self.tokenizer.pad_token_id or 0
+        pad = pad_id(self.tokenizer)
         parts = micro_batches(mini.samples, self._training.micro_batch_tokens)
         return [collate(part, pad, self.device) for part in parts]
 
@@ -193,11 +211,10 @@ class Learner:
         metrics["engine_logprob_gap"] = tokens[:, 4].sum() / count
         metrics["grad_norm"] = stats.grad_norm.double()
         names, values = list(metrics), torch.stack([v.double() for v in metrics.values()])
-        return dict(zip(names, values.tolist(), strict=True)) | {
-            "learning_rate": float(self._schedule.get_last_lr()[0]),
-            "optimizer_steps": float(stats.optimizer_steps),
-            "opd_baseline": batch.baseline,
-        }
+        told = dict(zip(names, values.tolist(), strict=True))
+        told["learning_rate"] = float(self._schedule.get_last_lr()[0])
+        told["optimizer_steps"] = float(stats.optimizer_steps)
+        return told | ({"opd_baseline": batch.baseline} if batch.scored else {})
 
 
 def _token_rows(padded: PaddedBatch, k: Tensor, made: OPDAdvantages, old: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ It sees its organs through protocols, so the same loop runs in one process and o
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,10 +17,13 @@ from opd_core.agent_loop.collect import Collector, Survivors
 from opd_core.agent_loop.evaluation import Evaluation
 from opd_core.agent_loop.loop import AgentLoop
 from opd_core.config import ExperimentConfig
+from opd_core.errors import SurvivorError
 from opd_core.rollout import Group, RolloutState
 from opd_core.training.batch import TrainBatch, build_batch
 
 Metrics = dict[str, float]
+
+logger = logging.getLogger(__name__)
 
 
 class LearnerHandle(Protocol):
@@ -45,7 +49,6 @@ class TrainOutcome:
     survivors: Survivors = field(default_factory=Survivors)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     steps: list[Metrics] = field(default_factory=list)
-    evaluation_s: float = 0.0
     student_path: str = ""
 
 
@@ -79,10 +82,16 @@ class TrainLoop:
     async def _train_step(self, train_step: int, outcome: TrainOutcome) -> Metrics:
         started = time.perf_counter()
         sampled_before = self.agent_loop.sampling_s
-        groups, survivors = await self.collector.collect(train_step)
+        try:
+            groups, survivors = await self.collector.collect(train_step)
+        except SurvivorError as error:
+            self.record(train_step, {name: float(n) for name, n in error.counts.items()})
+            raise
         outcome.survivors.add(survivors)
         collected = time.perf_counter()
         metrics = await self.learner.update(self._batch(groups))
+        if not metrics["optimizer_steps"]:
+            logger.warning("train step %d: no valid token, so no optimizer step", train_step)
         updated = time.perf_counter()
         await self.sampler.load_weights(await self.learner.weights(), train_step)
         synced = time.perf_counter()
@@ -98,6 +107,7 @@ class TrainLoop:
             **metrics,
             **rollout_metrics([r for group in groups for r in group.rollouts]),
             **survivors.as_counts(),
+            "data/epoch": self.collector.epoch,
             **{f"time/{name}_s": seconds for name, seconds in shares.items()},
             **{f"time/{name}_share": seconds / total for name, seconds in shares.items()},
             "time/step_s": total,
@@ -133,7 +143,6 @@ class TrainLoop:
         evaluation = await self.evaluate()
         outcome.evaluations[train_step] = evaluation
         seconds = time.perf_counter() - started
-        outcome.evaluation_s += seconds
         self.record(train_step, evaluation.metrics() | {"time/evaluation_s": seconds})
 
 

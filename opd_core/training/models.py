@@ -50,9 +50,14 @@ def pad_id(tokenizer: Any) -> int:
     return int(found if found is not None else 0)
 
 
-def cpu_weights(model: Any) -> dict[str, Tensor]:
-    """A copy of all weights on the host, for other processes."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+def cpu_weights(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A copy of all weights on the host, for other processes; floating ones in ``dtype``."""
+    return {
+        name: tensor.detach().to(
+            "cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True
+        )
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> Path:

@@ -1,20 +1,23 @@
-"""What the driver leaves in the run directory for the flow: ``result.json``."""
+"""What a run came to: read from its journal, so that a run that was ended has its numbers too.
+
+The driver adds ``result.json``: how its job ended, and what no metric holds.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from opd_core.tracking.journal import JournalRecord
 from opd_core.training.files import RESULT_FILE
 
-if TYPE_CHECKING:  # the flow reads results without importing torch
-    from opd_core.training.loop import Metrics, TrainOutcome
-
 AVERAGED_STEPS = 5
+SHARES = ("sampling", "scoring", "training", "weight_sync")
+GROUPS, LOST = "groups/", "lost/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +32,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """``status`` is ``completed`` or ``failed``; a failure carries its error's type and words."""
+    """How the job ended. ``status`` is ``completed`` or ``failed``; a failure carries its error's
+    type and words."""
 
     status: str
     error_type: str = ""
     error: str = ""
-    train_steps: int = 0
-    accuracy: Span = Span()
-    opd_reverse_kl: Span = Span()
-    groups: dict[str, int] = field(default_factory=dict)
     survivors: str = ""
     prompts: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -56,43 +56,68 @@ def read_result(run_dir: Path) -> RunResult | None:
     if not path.is_file():
         return None
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("accuracy", "opd_reverse_kl"):
-        data[name] = Span(**data[name])
     return RunResult(**data)
 
 
-def completed(
-    outcome: TrainOutcome, prompts: dict[str, int], seconds: dict[str, float]
-) -> RunResult:
-    """The result of a loop that ran to its end."""
-    evaluations = [outcome.evaluations[step] for step in sorted(outcome.evaluations)]
-    accuracy = Span()
-    if evaluations:
-        first, last = evaluations[0], evaluations[-1]
-        accuracy = Span(first.accuracy, last.accuracy, first.accuracy_stderr, last.accuracy_stderr)
-    return RunResult(
-        status="completed",
-        train_steps=len(outcome.steps),
-        accuracy=accuracy,
-        opd_reverse_kl=reverse_kl_span(outcome.steps),
-        groups={k: outcome.survivors.by_status[k] for k in ("completed", "filtered", "failed")},
-        survivors=outcome.survivors.table(),
-        prompts=prompts,
-        seconds=seconds | _loop_seconds(outcome.steps) | {"evaluation": outcome.evaluation_s},
-        student_path=outcome.student_path,
+@dataclass(frozen=True, slots=True)
+class RunNumbers:
+    """What the journal says of a run, however far it came.
+
+    ``groups`` counts by status, ``lost`` by cause, over all train steps.
+    """
+
+    train_steps: int
+    accuracy: Span
+    opd_reverse_kl: Span
+    groups: dict[str, int]
+    lost: dict[str, int]
+    seconds: dict[str, float]
+
+
+def summarise(records: Sequence[JournalRecord]) -> RunNumbers:
+    """The numbers of a run from its journal."""
+    metrics = [record.metrics for record in records]
+    steps = [m for m in metrics if "time/step_s" in m]
+    seconds = {name: sum(step[f"time/{name}_s"] for step in steps) for name in SHARES}
+    seconds["evaluation"] = sum(m.get("time/evaluation_s", 0.0) for m in metrics)
+    return RunNumbers(
+        train_steps=len(steps),
+        accuracy=_accuracy([m for m in metrics if "eval/accuracy" in m]),
+        opd_reverse_kl=reverse_kl_span(steps),
+        groups=_counts(metrics, GROUPS),
+        lost=_counts(metrics, LOST),
+        seconds=seconds,
     )
 
 
-def reverse_kl_span(steps: Sequence[Metrics]) -> Span:
-    """Token-weighted mean of ``opd_reverse_kl`` over the first and the last five train steps."""
+def reverse_kl_span(steps: Sequence[Mapping[str, float]]) -> Span:
+    """Token-weighted mean of ``opd_reverse_kl`` over the first and the last five train steps; over
+    fewer where the two would overlap."""
     if not steps or "opd_reverse_kl" not in steps[0]:
         return Span()
-    before, before_stderr = _token_mean(steps[:AVERAGED_STEPS])
-    after, after_stderr = _token_mean(steps[-AVERAGED_STEPS:])
+    count = min(AVERAGED_STEPS, max(len(steps) // 2, 1))
+    before, before_stderr = _token_mean(steps[:count])
+    if len(steps) == 1:
+        return Span(before, before_stderr=before_stderr)
+    after, after_stderr = _token_mean(steps[-count:])
     return Span(before, after, before_stderr, after_stderr)
 
 
-def _token_mean(steps: Sequence[Metrics]) -> tuple[float, float]:
+def _accuracy(evaluations: Sequence[Mapping[str, float]]) -> Span:
+    if not evaluations:
+        return Span()
+    first, last = evaluations[0], evaluations[-1]
+    if len(evaluations) == 1:
+        return Span(first["eval/accuracy"], before_stderr=first["eval/accuracy_stderr"])
+    return Span(
+        first["eval/accuracy"],
+        last["eval/accuracy"],
+        first["eval/accuracy_stderr"],
+        last["eval/accuracy_stderr"],
+    )
+
+
+def _token_mean(steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     tokens = [step["response_tokens"] for step in steps]
     total = sum(tokens) or 1.0
     mean = sum(n * s["opd_reverse_kl"] for n, s in zip(tokens, steps, strict=True)) / total
@@ -102,6 +127,11 @@ def _token_mean(steps: Sequence[Metrics]) -> tuple[float, float]:
     return mean, variance**0.5 / total
 
 
-def _loop_seconds(steps: Sequence[Metrics]) -> dict[str, float]:
-    names = ("sampling", "scoring", "training", "weight_sync")
-    return {name: sum(step[f"time/{name}_s"] for step in steps) for name in names}
+def _counts(metrics: Sequence[Mapping[str, float]], prefix: str) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for step in metrics:
+        for name, value in step.items():
+            if name.startswith(prefix):
+                key = name.removeprefix(prefix)
+                counts[key] = counts.get(key, 0) + int(value)
+    return counts

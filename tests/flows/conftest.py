@@ -24,6 +24,7 @@ class OpdRun:
     """One ``opd run`` process and the run directory that it makes."""
 
     process: subprocess.Popen[str]
+    home: Path
     root: Path
     log: Path
 
@@ -66,8 +67,15 @@ class OpdRun:
 
     def processes(self) -> list[int]:
         """Living processes that carry the run's mark in their environment."""
-        mark = f"OPD_RUN_ID={self.directory().name}".encode()
-        return [pid for pid, environment in _environments() if mark in environment.split(b"\0")]
+        return _marked(f"OPD_RUN_ID={self.directory().name}")
+
+    def strays(self) -> list[int]:
+        """Living processes that were started by the command or by what it started."""
+        return [pid for pid in _marked(f"PREFECT_HOME={self.home}") if pid != self.process.pid]
+
+
+def _marked(variable: str) -> list[int]:
+    return [pid for pid, values in _environments() if variable.encode() in values.split(b"\0")]
 
 
 def _environments() -> Iterator[tuple[int, bytes]]:
@@ -77,6 +85,14 @@ def _environments() -> Iterator[tuple[int, bytes]]:
                 yield int(folder.name), (folder / "environ").read_bytes()
             except OSError:
                 continue
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = WAIT_S) -> None:
+    """Wait for a truthy value, or fail."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -105,7 +121,7 @@ def opd(tmp_path: Path, prefect_api: str) -> Iterator[Callable[..., OpdRun]]:
                 text=True,
                 start_new_session=True,
             )
-        runs.append(OpdRun(process, tmp_path / "runs", log))
+        runs.append(OpdRun(process, tmp_path / "prefect", tmp_path / "runs", log))
         return runs[-1]
 
     yield start
@@ -113,6 +129,7 @@ def opd(tmp_path: Path, prefect_api: str) -> Iterator[Callable[..., OpdRun]]:
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGKILL)
             run.process.wait(timeout=30)
+            wait_until(lambda run=run: not run.strays(), "the supervisor to end the run", 90)
 
 
 @pytest.fixture(scope="session")

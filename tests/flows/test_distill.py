@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.slow
 
 FEW_STEPS = ("training.steps=3", "data.evaluation_rows=32", "evaluation.samples=1")
 MANY_STEPS = ("training.steps=500", "data.evaluation_rows=16", "evaluation.samples=1")
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+"""127.0.0.1 as /proc/net/tcp writes it, and as an IPv6 socket's IPv4 address."""
 StartRun = Callable[..., Any]
 
 
@@ -31,10 +34,11 @@ def foreign_ray(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     from opd_core.lifecycle.ports import reserve_ports
     from opd_core.recipe import load_recipe
     from opd_core.training.head import PORT_FLAGS, head_command, write_token
+    from opd_core.training.jobs import connect_jobs
 
     config: ExperimentConfig = load_recipe("deployments/recipes/tiny.yaml")
     temp_dir = Path(tempfile.mkdtemp(prefix="foreign-"))
-    write_token(temp_dir / "token")
+    token = write_token(temp_dir / "token")
     with reserve_ports(len(PORT_FLAGS)) as reserved:
         ports = reserved.ports
     command = head_command(config, ports, temp_dir, temp_dir / "token")
@@ -42,17 +46,32 @@ def foreign_ray(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         head = subprocess.Popen(
             command.argv, env=os.environ | dict(command.env), stdout=log, stderr=log
         )
-    yield head
-    head.terminate()
-    head.wait(timeout=60)
-    shutil.rmtree(temp_dir, ignore_errors=True)
+    try:
+        connect_jobs(
+            command.dashboard, token, limit_s=120, still_alive=lambda: _assert_running(head)
+        )
+        yield head
+    finally:
+        head.terminate()
+        try:
+            head.wait(timeout=60)
+        finally:
+            head.kill()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _assert_running(process: subprocess.Popen[bytes]) -> None:
+    assert process.poll() is None
 
 
 def assert_nothing_left(run: Any) -> None:
     """No process with the run's mark, no port of it taken, no Ray session of it."""
     receipt = run.json_file("receipt.json")
     assert receipt["clean"], receipt
-    assert not run.processes()
+    deadline = time.monotonic() + 30
+    while strays := run.processes() + run.strays():
+        assert time.monotonic() < deadline, f"still there: {strays}"
+        time.sleep(0.1)
     for port in receipt["ports"]:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -117,7 +136,8 @@ def assert_tracked_once(run: Any, run_id: str) -> None:
 
 
 def test_a_killed_flow_leaves_nothing(opd: StartRun) -> None:
-    run = opd(*MANY_STEPS)
+    """On Prefect's temporary server, which must not outlive the command either."""
+    run = opd(*MANY_STEPS, api=None)
     run.wait_for(lambda: run.trained_steps() >= 2, "two train steps")
     assert len(run.processes()) > 3
     run.process.send_signal(signal.SIGKILL)
@@ -130,14 +150,48 @@ def test_a_killed_flow_leaves_nothing(opd: StartRun) -> None:
     assert "owner" in run.json_file("receipt.json")["cause"]
 
 
+def listening_addresses(pids: list[int]) -> set[str]:
+    """Local addresses, as /proc/net/tcp writes them, at which these processes listen."""
+    sockets = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+def test_sigterm_ends_in_order(opd: StartRun) -> None:
+    run = opd(*MANY_STEPS, api=None)
+    run.wait_for(lambda: run.trained_steps() >= 1, "a train step")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == -signal.SIGTERM, run.output()
+    assert_nothing_left(run)
+    assert run.json_file("summary.json")["status"] == "cancelled"
+    ends = {child["kind"]: child["how"] for child in run.json_file("receipt.json")["children"]}
+    assert ends == {"ray": "SIGTERM", "teacher": "SIGTERM"}  # neither had to be killed
+
+
 def test_ctrl_c_ends_in_order_and_says_so(opd: StartRun) -> None:
     run = opd(*MANY_STEPS)
     run.wait_for(lambda: run.trained_steps() >= 1, "a train step")
+    assert listening_addresses(run.processes()) <= LOOPBACK
     run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: "ending everything" in run.output(), "the ending")
+    run.process.send_signal(signal.SIGINT)  # an impatient user does not break the ending off
     assert run.finish() == 130, run.output()
     assert_nothing_left(run)
     summary = run.json_file("summary.json")
     assert summary["status"] == "cancelled"
+    assert summary["train_steps"] >= 1
+    assert summary["groups"]["completed"] >= 128
+    assert "cancelled" in run.output()  # the table is shown, and JSON comes last
+    assert json.loads(next(s for s in run.output().splitlines() if s.startswith("{")))
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run.root / 'mlflow.db'}")
@@ -152,6 +206,7 @@ def test_a_teacher_that_dies_ends_the_run_with_its_reason(opd: StartRun) -> None
     os.kill(pid, signal.SIGKILL)
     assert run.finish() == 1, run.output()
     assert "teacher-teacher" in run.json_file("summary.json")["error"]
+    assert "Traceback" not in run.output()
     assert run.json_file("summary.json")["status"] == "failed"
     assert_nothing_left(run)
 

@@ -398,7 +398,8 @@ def test_evaluation_without_a_judge_is_a_warning(place: Path) -> None:
     report = run_preflight(recipe(place, put("data.evaluation", str(place / "train.jsonl"))))
     assert report.problems == []
     assert report.warnings == [
-        "data.evaluation is named but task.judge is not, so nothing can be evaluated"
+        "data.evaluation is named but no judge is, so nothing can be evaluated: name "
+        "task.judge or task.batch_judge"
     ]
 
 
@@ -539,8 +540,14 @@ def test_the_students_gpus_on_an_existing_cluster_are_not_looked_for_here(
     place: Path, path_of_programs: Path
 ) -> None:
     fake_nvidia_smi(path_of_programs, "0, GPU-aa, 4")
-    cluster = put("ray", {"address": "http://head:8265"})
+    cluster = put("ray", {"address": "http://127.0.0.1:8265"})
     assert run_preflight(recipe(place, *on_gpus(["5"], ["0"]), cluster)).problems == []
+
+
+def test_a_launched_teacher_cannot_serve_a_student_on_another_host(place: Path) -> None:
+    elsewhere = put("ray", {"address": "http://head:8265"})
+    (said,) = run_preflight(recipe(place, elsewhere)).problems
+    assert "loopback only: start the teacher yourself" in said
 
 
 def test_a_slice_of_a_gpu_is_taken_on_trust(place: Path, path_of_programs: Path) -> None:
@@ -572,7 +579,7 @@ def test_too_little_shared_memory_is_told(place: Path) -> None:
     said = the_problem(place, put("ray.object_store_mb", mib))
     assert said.startswith("/dev/shm: ")
     assert f"Ray's object store needs {mib} MiB; enlarge it, or lower ray.object_store_mb" in said
-    cluster = put("ray", {"address": "http://head:8265", "object_store_mb": mib})
+    cluster = put("ray", {"address": "http://127.0.0.1:8265", "object_store_mb": mib})
     assert run_preflight(recipe(place, cluster)).problems == []  # it has a store of its own
 
 

@@ -10,7 +10,9 @@ import pytest
 from opd_core.lifecycle.records import Receipt, Survivor
 from opd_core.preflight import PreflightReport
 from opd_core.recipe import load_recipe
-from opd_core.training.results import RunResult, Span
+from opd_core.tracking.journal import Journal
+from opd_core.training.files import JOURNAL_FILE
+from opd_core.training.results import RunResult
 from tasks.environment import RunRecord
 from tasks.session import _left_over
 from tasks.tracking import build_summary, git_commit, write_model_card, write_summary
@@ -28,14 +30,28 @@ def receipt(*survivors: Survivor) -> Receipt:
 
 
 def write_result(run: RunRecord) -> None:
-    RunResult(
-        "completed",
-        train_steps=7,
-        accuracy=Span(0.4, 0.7, 0.01, 0.02),
-        groups={"completed": 5, "filtered": 1, "failed": 2},
-        seconds={"training": 3.0},
-        student_path="/somewhere/student",
-    ).write(run.directory)
+    """Two evaluations around one train step, as the driver leaves them."""
+    with Journal(run.directory / JOURNAL_FILE) as journal:
+        journal.append(0, {"eval/accuracy": 0.4, "eval/accuracy_stderr": 0.01})
+        journal.append(
+            1,
+            {
+                "opd_reverse_kl": 0.3,
+                "opd_reverse_kl_stderr": 0.02,
+                "response_tokens": 100.0,
+                "groups/completed": 5.0,
+                "groups/filtered": 1.0,
+                "groups/failed": 2.0,
+                "lost/timeout": 2.0,
+                "time/step_s": 4.0,
+                "time/sampling_s": 1.0,
+                "time/scoring_s": 0.0,
+                "time/training_s": 3.0,
+                "time/weight_sync_s": 0.0,
+            },
+        )
+        journal.append(1, {"eval/accuracy": 0.7, "eval/accuracy_stderr": 0.02})
+    RunResult("completed", student_path="/somewhere/student").write(run.directory)
 
 
 def test_a_completed_run_is_told_in_full(run: RunRecord) -> None:
@@ -43,9 +59,12 @@ def test_a_completed_run_is_told_in_full(run: RunRecord) -> None:
     summary = build_summary(run, receipt(), {"teardown": 1.0}, error=None)
     assert summary["status"] == "completed"
     assert summary["accuracy"]["after"] == 0.7
-    assert summary["opd_reverse_kl"]["before"] is None
+    assert summary["opd_reverse_kl"]["before"] == 0.3
+    assert summary["opd_reverse_kl"]["after"] is None  # one step has no before and after
     assert summary["groups"] == {"completed": 5, "filtered": 1, "failed": 2}
-    assert summary["seconds"] == {"teardown": 1.0, "training": 3.0}
+    assert summary["lost"] == {"timeout": 2}
+    assert summary["seconds"]["teardown"] == 1.0
+    assert summary["seconds"]["training"] == 3.0
 
 
 @pytest.mark.parametrize(
@@ -72,8 +91,25 @@ def test_a_job_that_left_no_result_has_a_summary_too(run: RunRecord) -> None:
     summary = build_summary(run, receipt(), {}, RuntimeError("gone"))
     assert summary["status"] == "failed"
     assert summary["train_steps"] == 0
+    assert summary["accuracy"]["before"] is None
     write_summary(run, summary)
     assert json.loads((run.directory / "summary.json").read_text()) == summary
+
+
+def test_a_run_that_was_ended_keeps_the_numbers_of_its_journal(run: RunRecord) -> None:
+    write_result(run)
+    (run.directory / "result.json").unlink()
+    summary = build_summary(run, receipt(), {}, KeyboardInterrupt())
+    assert summary["train_steps"] == 1
+    assert summary["accuracy"]["after"] == 0.7
+    assert summary["groups"]["completed"] == 5
+
+
+def test_files_that_cannot_be_read_do_not_hide_how_the_run_ended(run: RunRecord) -> None:
+    (run.directory / "result.json").write_text("{")
+    (run.directory / JOURNAL_FILE).write_text("nonsense\n")
+    summary = build_summary(run, receipt(), {}, ValueError("the real reason"))
+    assert "the real reason" in summary["error"]
 
 
 def test_the_model_card_says_how_it_was_measured(run: RunRecord) -> None:

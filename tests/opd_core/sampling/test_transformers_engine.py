@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from opd_core.errors import SamplingError
 from opd_core.sampling.protocol import Completion, SampleRequest, rollout_seed
@@ -57,8 +58,7 @@ def run(engine: TransformersEngine, requests: Sequence[SampleRequest]) -> dict[A
     return {c.key: c for c in completions}
 
 
-def test_rollout_logprobs_are_the_models_own_over_ragged_batches(model: Any) -> None:
-    requests = requests_of(32)
+def assert_exact(model: Any, requests: Sequence[SampleRequest]) -> None:
     completions = run(engine_of(model), requests)
     for request in requests:
         completion = completions[request.key]
@@ -67,6 +67,77 @@ def test_rollout_logprobs_are_the_models_own_over_ragged_batches(model: Any) -> 
         first = len(request.prompt_ids) - 1
         picked = exact[first:-1].gather(-1, ids[0, first + 1 :, None])[:, 0]
         assert torch.allclose(picked, torch.tensor(completion.rollout_logprobs), atol=2e-5)
+
+
+def test_rollout_logprobs_are_the_models_own_over_ragged_batches(model: Any) -> None:
+    assert_exact(model, requests_of(32))
+
+
+def model_of(family: str, attention: str = "sdpa", **changes: Any) -> Any:
+    torch.manual_seed(4)
+    config = AutoConfig.for_model(
+        family,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=48,
+        vocab_size=VOCAB,
+        max_position_embeddings=128,
+        initializer_range=0.5,
+        **changes,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_any_attention_is_sampled_exactly(family: str, attention: str) -> None:
+    assert_exact(model_of(family, attention), requests_of(12))
+
+
+def test_sliding_attention_is_sampled_exactly() -> None:
+    assert_exact(model_of("mistral", sliding_window=4), requests_of(12))
+
+
+def reads_of(model: Any) -> int:
+    """How often decoding asks a tensor for its value; on a GPU each of them waits for the device
+    (``tolist`` of what was copied is not seen here)."""
+    reads = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal reads
+            reads += func.name() in ("aten::is_nonzero", "aten::item", "aten::_local_scalar_dense")
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        run(engine_of(model), requests_of(8, limit=6))
+    return reads
+
+
+def test_decoding_asks_the_device_for_nothing_but_the_samples(model: Any) -> None:
+    assert reads_of(model) == 0
+    assert reads_of(model_of("llama")) == 0
+    assert reads_of(model_of("mistral", sliding_window=None)) == 0
+    # Without a mask of our own it does: the count can see it.
+    assert reads_of(model_of("gpt_neox")) > 0
+
+
+def test_a_pad_sees_itself_only_and_a_token_sees_the_tokens_up_to_itself(model: Any) -> None:
+    valid = torch.tensor([[False, False, True, True], [True, True, True, True]])
+    padded, full = engine_of(model)._mask(valid, 4)[:, 0]
+    assert padded.tolist() == [
+        [True, False, False, False],
+        [False, True, False, False],
+        [False, False, True, False],
+        [False, False, True, True],
+    ]
+    assert torch.equal(full, torch.ones(4, 4, dtype=torch.bool).tril())
+    assert torch.equal(engine_of(model)._mask(valid, 1)[:, 0, 0], valid)
 
 
 def test_what_a_row_samples_does_not_depend_on_its_neighbours(model: Any) -> None:

@@ -83,13 +83,13 @@ def test_as_many_ports_as_flags_are_needed(ports: tuple[int, ...]) -> None:
 
 def test_a_cpu_is_there_for_every_actor_and_the_driver() -> None:
     assert value_of(head(), "--num-cpus") == "6"
-    assert value_of(head(num_cpus=2), "--num-cpus") == "2"
+    assert value_of(head(num_cpus=9), "--num-cpus") == "9"
 
 
 def test_the_cluster_sees_the_students_gpus_only() -> None:
-    on_gpus = head(devices=["0", "GPU-ab"])
-    assert value_of(on_gpus, "--num-gpus") == "2"
-    assert on_gpus.env["CUDA_VISIBLE_DEVICES"] == "0,GPU-ab"
+    on_gpus = head(devices=["0", "GPU-ab", "2"])
+    assert value_of(on_gpus, "--num-gpus") == "3"
+    assert on_gpus.env["CUDA_VISIBLE_DEVICES"] == "0,GPU-ab,2"
     on_cpu = head(devices=["cpu:0"])
     assert value_of(on_cpu, "--num-gpus") == "0"
     assert on_cpu.env["CUDA_VISIBLE_DEVICES"] == ""

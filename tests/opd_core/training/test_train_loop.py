@@ -21,13 +21,14 @@ from opd_core.lifecycle.ports import reserve_ports
 from opd_core.sampling.transformers_engine import TransformersEngine
 from opd_core.scoring.client import TeacherFacts
 from opd_core.serving.readiness import wait_until_healthy
+from opd_core.tracking.journal import JournalReader
 from opd_core.training import models
 from opd_core.training.assembly import build_loop
 from opd_core.training.files import JOURNAL_FILE, TEACHERS_FILE
 from opd_core.training.learner import Learner
 from opd_core.training.local import LocalLearner, LocalSampler
 from opd_core.training.loop import TrainOutcome
-from opd_core.training.results import completed
+from opd_core.training.results import summarise
 
 FILTERS = """
 def none_pass(group):
@@ -125,8 +126,9 @@ async def test_pure_opd_needs_no_judge_and_logs_every_step(
     student_dir: Path, data: Path, teacher_url: str, tmp_path: Path
 ) -> None:
     outcome = await train(config_of(student_dir, data, teacher_url), tmp_path / "run")
-    result = completed(outcome, {}, {})
-    assert result.groups == {"completed": 8, "filtered": 0, "failed": 0}
+    assert outcome.survivors.by_status == {"completed": 8}
+    result = summarise(JournalReader(tmp_path / "run" / JOURNAL_FILE).read())
+    assert result.groups["completed"] == 8
     assert result.accuracy.before is None
     records = journal(tmp_path / "run")
     assert [record["train_step"] for record in records] == [1, 2]
@@ -203,6 +205,8 @@ async def test_a_filter_that_lets_nothing_pass_stops_with_the_table(
     task = {"filter_func": "loop_filters:none_pass"}
     with pytest.raises(SurvivorError, match="filtered: 16"):
         await train(config_of(student_dir, data, teacher_url, task=task), tmp_path / "run")
+    (record,) = journal(tmp_path / "run")
+    assert record["metrics"]["groups/filtered"] == 16
 
 
 async def test_without_a_teacher_the_reward_trains_and_evaluation_measures(
