@@ -109,9 +109,7 @@ def experiment(run: RunRecord, checked: PreflightReport) -> Iterator[Session]:
     started = time.perf_counter()
     opd = run.config.opd
     keys = {t.name: key for t in (opd.teachers if opd else ()) if (key := resolve_key(t))}
-    supervisor = Supervisor.start(
-        run_dir=run.directory, run_id=run.run_id, teardown_s=run.config.run.teardown_s
-    )
+    supervisor = _start_supervisor(run)
     session = Session(run, checked, supervisor, keys, seconds={"checks": checked.seconds})
     tracker: Tracker | None = None
     error: BaseException | None = None
@@ -128,6 +126,15 @@ def experiment(run: RunRecord, checked: PreflightReport) -> Iterator[Session]:
             _conclude(session, receipt, tracker, error)
     if not receipt.clean:
         raise TeardownError(_left_over(receipt))
+
+
+def _start_supervisor(run: RunRecord) -> Supervisor:
+    try:
+        return Supervisor.start(
+            run_dir=run.directory, run_id=run.run_id, teardown_s=run.config.run.teardown_s
+        )
+    except LifecycleError as error:
+        raise ServingError(str(error)) from None
 
 
 @contextmanager
