@@ -120,6 +120,8 @@ def opd(tmp_path: Path, prefect_api: str) -> Iterator[Callable[..., OpdRun]]:
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
+                # Tests that are run in the background inherit an ignored Ctrl-C.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         runs.append(OpdRun(process, tmp_path / "prefect", tmp_path / "runs", log))
         return runs[-1]
