@@ -26,6 +26,7 @@ from opd_core.errors import (
     TeacherRefused,
     TeacherTransient,
 )
+from opd_core.scoring.transport import PooledTransport
 from opd_core.scoring.wire import build_request, error_of_status, parse_answer
 
 BACKOFF_FIRST_S = 0.5
@@ -80,14 +81,11 @@ class TeacherLogprobClient:
         headers = {"content-type": "application/json"}
         if api_key:
             headers["authorization"] = f"Bearer {_checked_key(teacher.name, api_key)}"
-        limits = httpx.Limits(
-            max_connections=teacher.max_concurrency,
-            max_keepalive_connections=teacher.max_concurrency,
-        )
+        transport = transport or PooledTransport(teacher.max_concurrency)
         # The attempt as a whole is bounded by request_timeout_s: httpx's own limits are per read.
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.AsyncClient(
-            headers=headers, limits=limits, timeout=timeout, trust_env=False, transport=transport
+            headers=headers, timeout=timeout, trust_env=False, transport=transport
         )
 
     async def __aenter__(self) -> Self:

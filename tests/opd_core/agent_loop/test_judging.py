@@ -261,6 +261,7 @@ def test_a_name_that_names_no_function_is_a_config_error(path: str, said: str) -
         import_function(path)
 
 
+@pytest.mark.slow
 async def test_a_judge_that_hangs_is_killed_and_the_next_judgement_works(make_prompt: Any) -> None:
     # Long enough for the process to start and import, on a busy machine too.
     with JudgeRunner("some_judges:hangs_on_bad", timeout_s=10.0) as judge:

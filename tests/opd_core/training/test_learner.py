@@ -213,6 +213,7 @@ def test_the_student_is_saved_in_full_precision(student_dir: Path, tmp_path: Pat
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_update_of_one(
     student_dir: Path, teacher_dir: Path, tmp_path: Path
 ) -> None:
