@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.errors import PreflightError
 from opd_core.preflight import PreflightReport, run_preflight
-from opd_core.training.files import CONFIG_FILE
+from opd_core.training.files import CONFIG_FILE, write_whole
 from tasks.console import announce, warn
 
 LOGS = "logs"
@@ -38,7 +38,7 @@ class RunRecord:
 def open_run(config: ExperimentConfig) -> RunRecord:
     """Create ``<root>/<name>-<id>/`` with the resolved recipe in it."""
     run_id = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    directory = Path(config.run.root).expanduser().absolute() / run_id
+    directory = config.run.root_dir / run_id
     (directory / LOGS).mkdir(parents=True)
     run = RunRecord(run_id, directory, config)
     write_config(run)
@@ -48,7 +48,7 @@ def open_run(config: ExperimentConfig) -> RunRecord:
 def write_config(run: RunRecord) -> None:
     """Write the resolved recipe: what was run, every default spelled out, no key in it."""
     text = json.dumps(run.config.resolved(), indent=2)
-    (run.directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    write_whole(run.directory / CONFIG_FILE, text)
 
 
 @task(name="check environment", cache_policy=NO_CACHE)

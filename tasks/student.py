@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
+from contextlib import suppress
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from opd_core.errors import TrainingError
 from opd_core.lifecycle.logs import log_tail
 from opd_core.tracking.journal import JournalReader
-from opd_core.training.files import JOURNAL_FILE
+from opd_core.training.files import JOURNAL_FILE, write_whole
 from opd_core.training.jobs import ENDED, HTTP_ERRORS, StudentJob, connect_jobs
 from opd_core.training.results import read_result
 from tasks.console import TrainingProgress, announce
@@ -58,13 +58,8 @@ def train_student(session: Session) -> None:
 
 def save_log(session: Session, job: StudentJob) -> None:
     """Bring the job's log into the run directory; a failure costs nothing but the log's end."""
-    path = session.run.log(STUDENT)
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_text(job.log(), encoding="utf-8")
-        os.replace(partial, path)
-    except HTTP_ERRORS:
-        partial.unlink(missing_ok=True)
+    with suppress(*HTTP_ERRORS):
+        write_whole(session.run.log(STUDENT), job.log())
 
 
 def _follow(session: Session, job: StudentJob) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from opd_core.tracking.mlflow_sink import (
 from opd_core.tracking.shipper import Shipper, SinkFactory
 from opd_core.tracking.sink import Artifact, Ending, RunStatus
 from opd_core.tracking.tensorboard_sink import TensorBoardSink
-from opd_core.training.files import CONFIG_FILE, JOURNAL_FILE, RESULT_FILE
+from opd_core.training.files import CONFIG_FILE, JOURNAL_FILE, RESULT_FILE, write_whole
 from opd_core.training.results import RunResult, read_result, summarise
 from tasks.console import CONSOLE, TERMINAL, logger, warn
 from tasks.environment import LOGS, RunRecord
@@ -151,9 +150,7 @@ def _read_journal(run: RunRecord) -> list[JournalRecord]:
 
 def write_summary(run: RunRecord, summary: Mapping[str, Any]) -> None:
     """Write ``summary.json``; it appears whole or not at all."""
-    partial_file = run.directory / (SUMMARY_FILE + ".partial")
-    partial_file.write_text(json.dumps(summary, indent=2), encoding="utf-8")
-    os.replace(partial_file, run.directory / SUMMARY_FILE)
+    write_whole(run.directory / SUMMARY_FILE, json.dumps(summary, indent=2))
 
 
 def write_model_card(run: RunRecord, checked: PreflightReport, summary: Mapping[str, Any]) -> None:
@@ -241,7 +238,7 @@ def git_commit() -> str:
 
 def _mlflow_run(run: RunRecord, checked: PreflightReport) -> MlflowRun:
     config = run.config
-    root = Path(config.run.root).expanduser().absolute()
+    root = config.run.root_dir
     tags = {
         RUN_TAG: run.run_id,
         "opd.recipe": config.name,

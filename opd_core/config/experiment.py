@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -54,6 +55,11 @@ class RunConfig(Frozen):
 
     root: str = Field("runs", min_length=1, description="Each run gets a directory under it")
     teardown_s: float = Field(60.0, gt=0, description="One deadline for the whole teardown")
+
+    @property
+    def root_dir(self) -> Path:
+        """The root as an absolute path."""
+        return Path(self.root).expanduser().absolute()
 
 
 class ExperimentConfig(Frozen):

@@ -88,7 +88,7 @@ def check_room(config: ExperimentConfig, report: PreflightReport) -> None:
     """The checkpoints fit on disk, and Ray's object store in shared memory."""
     weights = report.student.weights_bytes if report.student else 0
     copies = 1 + (config.training.keep_checkpoints + 1 if config.training.checkpoint_every else 1)
-    root = Path(config.run.root).expanduser().absolute()
+    root = config.run.root_dir
     existing = next(path for path in [root, *root.parents] if path.is_dir())
     free, needed = shutil.disk_usage(existing).free, copies * weights + 2**28
     if free < needed:

@@ -6,7 +6,7 @@
 ``models``   loading and saving Hugging Face models and tokenizers
 ``actors``   the loop's organs as Ray actors
 ``driver``   the Ray job: builds everything from a run directory and runs the loop
-``files``    names of the files through which flow and job speak
+``files``    the files through which flow and job speak
 ``head``     the command of a private Ray head
 ``jobs``     the only module that talks to Ray's Jobs API
 """

@@ -6,14 +6,13 @@ The driver adds ``result.json``: how its job ended, and what no metric holds.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from opd_core.tracking.journal import JournalRecord
-from opd_core.training.files import RESULT_FILE
+from opd_core.training.files import RESULT_FILE, write_whole
 
 AVERAGED_STEPS = 5
 SHARES = ("sampling", "scoring", "training", "weight_sync")
@@ -45,9 +44,7 @@ class RunResult:
 
     def write(self, run_dir: Path) -> None:
         """Write ``result.json``; it appears whole or not at all."""
-        partial = run_dir / (RESULT_FILE + ".partial")
-        partial.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
-        os.replace(partial, run_dir / RESULT_FILE)
+        write_whole(run_dir / RESULT_FILE, json.dumps(asdict(self), indent=2))
 
 
 def read_result(run_dir: Path) -> RunResult | None:
