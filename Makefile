@@ -1,5 +1,6 @@
 # make demo    set up, then run the tiny experiment (a few minutes on two CPU cores)
 # make test    set up, then run all tests
+# make test-servers  build the servers' own environments, test real SGLang and LMDeploy (CPU)
 # make check   the fast loop: format, lint, types, import contracts, core tests
 # make bench   benchmarks: they measure and report, they assert nothing
 # make models  build the tiny models and their data again, from nothing
@@ -8,7 +9,7 @@ PIP_ARGS ?=
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 CODE = flows tasks opd_core deployments tests
 
-.PHONY: install demo test check format bench models clean
+.PHONY: install demo test test-servers check format bench models clean
 
 install:
 	@.ci/make_env $(PYTHON) $(PIP_ARGS)
@@ -18,6 +19,12 @@ demo: install
 
 test: install
 	$(PYTEST)
+
+# Selected by name, a missing environment is a failure and no skip.
+test-servers: install
+	.venv/bin/opd prepare sglang --device cpu
+	.venv/bin/opd prepare lmdeploy --device cpu
+	OPD_SERVERS_REPORT=runs/servers.json $(PYTEST) -m servers tests/servers
 
 check: install
 	.venv/bin/ruff format --check $(CODE)

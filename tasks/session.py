@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from opd_core.lifecycle.errors import LifecycleError
 from opd_core.lifecycle.handle import Supervisor
 from opd_core.lifecycle.records import ChildSpec, Receipt
 from opd_core.preflight import PreflightReport
+from opd_core.scoring.facts import TeacherFacts
 from opd_core.training.jobs import HTTP_ERRORS, StudentJob
 from tasks.console import announce, warn
 from tasks.environment import RunRecord, resolve_key
@@ -56,7 +57,8 @@ class Session:
     keys: dict[str, str]
     cluster: Cluster = Cluster("", None, owned=False)
     job: StudentJob | None = None
-    teacher_info: dict[str, dict[str, Any]] = field(default_factory=dict)
+    teacher_facts: dict[str, TeacherFacts] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
 
@@ -74,12 +76,24 @@ class Session:
         except LifecycleError as error:
             raise ServingError(str(error)) from None
 
-    def still_alive(self) -> None:
-        """Raise :class:`ServingError`, with the log's tail, if a process of the run has died."""
+    def still_alive(self, *children: str, but: Collection[str] = ()) -> None:
+        """Raise :class:`ServingError`, with the log's tail, if one of these processes (all, if none
+        is named) has died; those in ``but`` are looked after elsewhere."""
         try:
-            self.supervisor.raise_if_dead()
+            self.supervisor.raise_if_dead(*children, but=but)
         except LifecycleError as error:
             raise ServingError(str(error)) from None
+
+    def stop(self, child: str) -> None:
+        """Stop one process of the run. Raises :class:`ServingError`."""
+        try:
+            self.supervisor.stop(child)
+        except LifecycleError as error:
+            raise ServingError(str(error)) from None
+
+    def child_exit(self, child: str) -> int | None:
+        """The return code of a process of the run; None while it lives."""
+        return self.supervisor.child_exit(child)
 
     def replace_teachers(self, teachers: tuple[OPDTeacherConfig, ...]) -> None:
         """Take in where the teachers answer."""
@@ -173,6 +187,7 @@ def _conclude(
     error."""
     run = session.run
     summary = session.summary = build_summary(run, receipt, session.seconds, error)
+    summary["teacher_restarts"] = session.restarts
     with _told("the summary"):
         write_summary(run, summary)
     with _told("the model card"):

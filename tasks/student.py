@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import suppress
+from typing import Any, Self
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -17,6 +18,7 @@ from opd_core.training.jobs import ENDED, HTTP_ERRORS, StudentJob, connect_jobs
 from opd_core.training.results import read_result
 from tasks.console import TrainingProgress, announce
 from tasks.session import Session
+from tasks.watch import TeacherWatch
 
 POLL_S = 0.5
 STATUS_EVERY_S = 2.0
@@ -44,8 +46,8 @@ def train_student(session: Session) -> None:
     job = session.job = StudentJob(client, session.run.run_id)
     job.submit(sys.executable, str(session.run.directory))
     try:
-        with session.stage("student_job"):
-            status = _follow(session, job)
+        with session.stage("student_job"), _Follower(session, job) as follower:
+            status = follower.to_its_end()
     finally:
         save_log(session, job)
     result = read_result(session.run.directory)
@@ -62,27 +64,59 @@ def save_log(session: Session, job: StudentJob) -> None:
         write_whole(session.run.log(STUDENT), job.log())
 
 
-def _follow(session: Session, job: StudentJob) -> str:
-    """Show progress until the job has ended; its last status."""
-    reader = JournalReader(session.run.directory / JOURNAL_FILE)
-    next_status = next_log = 0.0
-    status, failed = "PENDING", 0
-    with TrainingProgress(session.run.config.training.steps) as progress:
-        while status not in ENDED:
-            session.still_alive()
-            now = time.monotonic()
-            if now >= next_log:
-                save_log(session, job)
-                next_log = now + LOG_EVERY_S
-            if now >= next_status:
-                next_status = now + STATUS_EVERY_S
-                try:
-                    status, failed = job.status(), 0
-                except HTTP_ERRORS as error:
-                    failed += 1
-                    if failed >= FAILED_POLLS:
-                        raise TrainingError(f"Ray no longer answers: {error}") from None
-            for record in reader.read():
-                progress.show(record.train_step, record.metrics)
-            time.sleep(POLL_S)
-    return status
+class _JobEnded(Exception):
+    """Leaves a wait that the job's end has made vain."""
+
+
+class _Follower:
+    """Shows a job's progress and looks after its teachers until it has ended."""
+
+    def __init__(self, session: Session, job: StudentJob) -> None:
+        self._session = session
+        self._job = job
+        self._reader = JournalReader(session.run.directory / JOURNAL_FILE)
+        self._progress = TrainingProgress(session.run.config.training.steps)
+        self._watch = TeacherWatch(session)
+        self._next_status = self._next_log = 0.0
+        self._status, self._failed = "PENDING", 0
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._progress.__exit__(*raised)
+        self._watch.__exit__(*raised)
+
+    def to_its_end(self) -> str:
+        """The job's last status. Raises :class:`TrainingError` if the cluster no longer answers,
+        :class:`~opd_core.errors.ServingError` for a teacher that cannot be helped."""
+        with suppress(_JobEnded):
+            while True:
+                self._turn()
+                self._watch.turn(self._turn)
+                time.sleep(POLL_S)
+        return self._status
+
+    def _turn(self) -> None:
+        """One look at the job; raises :class:`_JobEnded` once it has ended."""
+        self._session.still_alive(but=self._watch.children)
+        now = time.monotonic()
+        if now >= self._next_log:
+            save_log(self._session, self._job)
+            self._next_log = now + LOG_EVERY_S
+        if now >= self._next_status:
+            self._next_status = now + STATUS_EVERY_S
+            self._ask_status()
+        for record in self._reader.read():
+            self._progress.show(record.train_step, record.metrics)
+        if self._status in ENDED:
+            raise _JobEnded
+
+    def _ask_status(self) -> None:
+        try:
+            self._status, self._failed = self._job.status(), 0
+        except HTTP_ERRORS as error:
+            self._failed += 1
+            if self._failed >= FAILED_POLLS:
+                raise TrainingError(f"Ray no longer answers: {error}") from None

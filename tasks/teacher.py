@@ -1,10 +1,10 @@
-"""Teacher servers: launch, and readiness that is proven by scoring."""
+"""Teacher servers: launch, readiness that is proven by scoring, and starting one again."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
+from typing import Any
 from urllib.parse import urlsplit
 
 from prefect import task
@@ -12,19 +12,27 @@ from prefect.cache_policies import NO_CACHE
 
 from opd_core.config import CONTEXT_MARGIN, OPDTeacherConfig, ReplicaConfig
 from opd_core.errors import ServingError
-from opd_core.lifecycle.ports import reserve_ports
-from opd_core.lifecycle.records import ChildSpec
-from opd_core.scoring.client import TeacherFacts
-from opd_core.scoring.proof import TOLERANCE
-from opd_core.serving.commands import HOST, server_command
-from opd_core.serving.readiness import prove_teacher, read_model_info, wait_until_healthy
-from opd_core.training.files import TEACHERS_FILE
+from opd_core.lifecycle.logs import log_tail
+from opd_core.lifecycle.ports import port_is_free, reserve_ports
+from opd_core.scoring.facts import TeacherFacts, facts_to_json
+from opd_core.scoring.proof import ScoringProof
+from opd_core.serving.child import child_name, teacher_child
+from opd_core.serving.commands import HOST, START_RACE
+from opd_core.serving.readiness import (
+    context_length,
+    prove_again,
+    prove_teacher,
+    read_model_info,
+    wait_until_healthy,
+)
+from opd_core.training.files import TEACHERS_FILE, write_whole
 from tasks.cluster import STOP_LAST
-from tasks.console import announce
+from tasks.console import announce, warn
 from tasks.environment import write_config
 from tasks.session import Session
 
 TELL_EVERY_S = 30.0
+EXTERNAL_LIMIT_S = 30.0
 
 
 @task(name="start teachers", cache_policy=NO_CACHE)
@@ -51,73 +59,163 @@ def await_teachers(session: Session) -> None:
     Raises :class:`~opd_core.errors.ServingError`, at once and with the log's tail if a server dies.
     """
     opd = session.run.config.opd
-    facts: dict[str, TeacherFacts] = {}
     with session.stage("teachers_wait"):
         for teacher in opd.teachers if opd else ():
-            facts[teacher.name] = _await_teacher(session, teacher)
-    told = {name: asdict(fact) for name, fact in facts.items()}
-    (session.run.directory / TEACHERS_FILE).write_text(json.dumps(told), encoding="utf-8")
+            session.teacher_facts[teacher.name] = _await_teacher(session, teacher)
+    _tell_facts(session)
+
+
+def restart_replica(
+    session: Session,
+    teacher: OPDTeacherConfig,
+    number: int,
+    why: str,
+    still_alive: Callable[[], None],
+) -> None:
+    """Start a replica that the run launched again, at its port if that is free.
+
+    Returns when it is proven to be the teacher that it was, or has died again (a poison may wait
+    for it). ``still_alive`` is called while it loads, and raises if the wait is in vain. Raises
+    :class:`ServingError` when it was restarted ``launch.max_restarts`` times already, does not come
+    up in time, or scores differently.
+    """
+    config, child = teacher.all_replicas[number], child_name(teacher.name, number)
+    facts = session.teacher_facts[teacher.name]
+    endpoint = _start_again(session, teacher, number, facts.endpoints[number], why)
+    endpoints = (*facts.endpoints[:number], endpoint, *facts.endpoints[number + 1 :])
+    facts = session.teacher_facts[teacher.name] = replace(facts, endpoints=endpoints)
+    _tell_facts(session)
+
+    def in_vain() -> None:
+        still_alive()
+        session.still_alive(child)
+
+    try:
+        seconds = _wait(endpoint, config, in_vain)
+    except ServingError:
+        if session.child_exit(child) is None:
+            raise
+        return
+    if said := prove_again(teacher, facts, session.keys.get(teacher.name), number):
+        warn(f"teacher {teacher.name!r} was up again at {endpoint}, but {said}")
+        return
+    announce(f"teacher {teacher.name!r} is back at {endpoint} ({seconds:.0f} s), scoring as before")
+
+
+def _start_again(
+    session: Session, teacher: OPDTeacherConfig, number: int, endpoint: str, why: str
+) -> str:
+    """Stop and start a replica's process; the new endpoint."""
+    config, child = teacher.all_replicas[number], child_name(teacher.name, number)
+    assert config.launch is not None  # external servers are never restarted
+    done, limit = session.restarts.get(child, 0), config.launch.max_restarts
+    said = f"teacher {teacher.name!r} at {endpoint} {why}"
+    if done >= limit:
+        raise ServingError(
+            f"{said}; it was started again {done} times already (launch.max_restarts); its log "
+            f"ends:\n{log_tail(session.run.log(child))}"
+        )
+    session.restarts[child] = done + 1
+    warn(f"{said}; starting it again ({done + 1} of {limit})")
+    session.stop(child)
+    port = urlsplit(endpoint).port
+    free = port is not None and port_is_free(port)
+    return _launch(session, teacher, number, config, port if free else None)
+
+
+def _await_start(session: Session, teacher: OPDTeacherConfig, number: int) -> float:
+    """Wait until a replica is healthy. One that lost a known race of its own start is started
+    again, at its port."""
+    config = teacher.all_replicas[number]
+    endpoint, race = str(config.endpoint), START_RACE.get(config.backend, "")
+    while True:
+        try:
+            return _wait(endpoint, config, session.still_alive)
+        except ServingError as error:
+            if config.launch is None or not race or race not in str(error):
+                raise
+            again = _start_again(session, teacher, number, endpoint, f"did not start ({race})")
+            if again != endpoint:  # somebody else has its port now
+                raise
 
 
 def _await_teacher(session: Session, teacher: OPDTeacherConfig) -> TeacherFacts:
     key = session.keys.get(teacher.name)
-    for replica in teacher.all_replicas:
-        seconds = _wait(session, replica)
-        info = read_model_info(str(replica.endpoint), replica.backend, key)
-        session.teacher_info[teacher.name] = info
-        announce(f"teacher {teacher.name!r} is up at {replica.endpoint} ({seconds:.0f} s)")
-    facts = _facts(session, teacher)
-    sequences, tolerance = session.checked.proof_sequences, TOLERANCE[_dtype(teacher)]
-    proof = prove_teacher(teacher, facts, key, sequences, tolerance)
-    announce(
-        f"teacher {teacher.name!r} scores: {proof.tokens} tokens, repeated within "
-        f"{proof.largest_difference:.1e} nats"
+    info: dict[str, Any] = {}
+    for number, config in enumerate(teacher.all_replicas):
+        seconds = _await_start(session, teacher, number)
+        info = read_model_info(str(config.endpoint), config.backend, key)
+        announce(f"teacher {teacher.name!r} is up at {config.endpoint} ({seconds:.0f} s)")
+    facts = _facts(session, teacher, info)
+    sequences = session.checked.proof_sequences
+    proof = prove_teacher(teacher, facts, key, sequences, _dtype(teacher))
+    announce(_told(teacher, proof))
+    return replace(
+        facts,
+        endpoints=tuple(str(config.endpoint) for config in teacher.all_replicas),
+        canaries=proof.canaries,
+        tolerance=proof.tolerance,
     )
-    return facts
 
 
-def _place(session: Session, teacher: OPDTeacherConfig, number: int, replica: ReplicaConfig) -> str:
+def _told(teacher: OPDTeacherConfig, proof: ScoringProof) -> str:
+    return (
+        f"teacher {teacher.name!r} scores: {proof.tokens} tokens, repeated within "
+        f"{proof.spread:.1e} nats"
+    )
+
+
+def _tell_facts(session: Session) -> None:
+    """Write them for the training job."""
+    write_whole(session.run.directory / TEACHERS_FILE, facts_to_json(session.teacher_facts))
+
+
+def _place(session: Session, teacher: OPDTeacherConfig, number: int, config: ReplicaConfig) -> str:
     """The replica's endpoint; started here if the recipe launches it."""
-    launch = replica.launch
-    if launch is None:
-        assert replica.endpoint is not None  # the configuration refuses neither
-        return replica.endpoint
-    port = urlsplit(replica.endpoint).port if replica.endpoint else launch.port
+    if config.launch is None:
+        assert config.endpoint is not None  # the configuration refuses neither
+        return config.endpoint
+    port = urlsplit(config.endpoint).port if config.endpoint else config.launch.port
+    endpoint = _launch(session, teacher, number, config, port)
+    devices = ", ".join(config.launch.devices)
+    announce(f"starting teacher {teacher.name!r}: {config.backend} on {devices}")
+    return endpoint
+
+
+def _launch(
+    session: Session,
+    teacher: OPDTeacherConfig,
+    number: int,
+    config: ReplicaConfig,
+    port: int | None,
+) -> str:
+    """Start a replica's process, at a free port where none is given; its endpoint."""
     if port is None:
         with reserve_ports(1) as reserved:
             (port,) = reserved.ports
-    key = session.keys.get(teacher.name)
-    command = server_command(
-        replica.backend, launch, name=teacher.name, port=port, keyed=key is not None
-    )
-    name = f"teacher-{teacher.name}" + (f"-{number}" if number else "")
+    name = child_name(teacher.name, number)
     session.spawn(
-        ChildSpec(
-            name=name,
-            kind="teacher",
-            argv=command.argv,
-            env={**command.env, **({"OPD_API_KEY": key} if key else {})},
+        teacher_child(
+            teacher.name,
+            number,
+            config,
+            port=port,
+            key=session.keys.get(teacher.name),
             cwd=session.run.directory,
             log=session.run.log(name),
-            stop_signal="SIGINT" if command.stop_signal == "SIGINT" else "SIGTERM",
-            grace_s=command.grace_s,
             stop_order=STOP_LAST,
-            ports=(port,),
-            ledger_argv=command.argv,
         )
     )
-    announce(f"starting teacher {teacher.name!r}: {replica.backend} on {', '.join(launch.devices)}")
     return f"http://{HOST}:{port}"
 
 
-def _wait(session: Session, replica: ReplicaConfig) -> float:
-    limit_s = replica.launch.startup_limit_s if replica.launch else 30.0
+def _wait(endpoint: str, config: ReplicaConfig, still_alive: Callable[[], None]) -> float:
     return wait_until_healthy(
-        str(replica.endpoint),
-        replica.backend,
-        limit_s=limit_s,
-        still_alive=session.still_alive,
-        waiting=_patiently(str(replica.endpoint)),
+        endpoint,
+        config.backend,
+        limit_s=config.launch.startup_limit_s if config.launch else EXTERNAL_LIMIT_S,
+        still_alive=still_alive,
+        waiting=_patiently(endpoint),
     )
 
 
@@ -134,18 +232,20 @@ def _patiently(endpoint: str) -> Callable[[float, str], None]:
     return waiting
 
 
-def _facts(session: Session, teacher: OPDTeacherConfig) -> TeacherFacts:
+def _facts(session: Session, teacher: OPDTeacherConfig, info: dict[str, Any]) -> TeacherFacts:
     """Of a launched teacher from its model's files; of an external one from what it says."""
     known = session.checked.teachers.get(teacher.name)
     if known is not None:
         named = (r.launch.context_length for r in teacher.all_replicas if r.launch)
         shortest = min(filter(None, named), default=known.context_length)
-        return TeacherFacts(known.vocab_size, shortest)
-    info, student = session.teacher_info[teacher.name], session.checked.student
+        servers = sorted({f"{r.backend}-{_dtype(teacher)}" for r in teacher.all_replicas})
+        fingerprint = f"{known.fingerprint}-{'-'.join(servers)}"
+        return TeacherFacts(known.vocab_size, shortest, fingerprint=fingerprint)
+    student = session.checked.student
     assert student is not None  # or the checks would have stopped the run
     # An id above the server's vocabulary can end it; the tokenizer's own ids are in any padded one.
     vocab_size = int(info.get("vocab_size") or student.tokenizer_size)
-    context = int(info.get("context_length") or info.get("max_model_len") or 0)
+    context = context_length(info)
     config = session.run.config
     margin = max(CONTEXT_MARGIN[replica.backend] for replica in teacher.all_replicas)
     needed = config.data.max_prompt_tokens + config.sampling.max_new_tokens + margin

@@ -121,6 +121,7 @@ def build_summary(
         "lost": numbers.lost,
         "survivors": result.survivors,
         "prompts": result.prompts,
+        "teacher_restarts": {},
         "seconds": {
             name: round(value, 3)
             for name, value in {**seconds, **result.seconds, **numbers.seconds}.items()
@@ -181,6 +182,9 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     logger().info("summary: %s", json.dumps(summary))
     if TERMINAL.lines:
         CONSOLE.print(_table(summary))
+        if summary["lost"] and summary["survivors"]:
+            # Below the table: a cell of it would break the lines.
+            CONSOLE.print(summary["survivors"], markup=False, soft_wrap=True)
     if TERMINAL.summary_json:
         sys.stderr.flush()
         print(json.dumps(summary), flush=True)
@@ -194,7 +198,10 @@ def _table(summary: Mapping[str, Any]) -> Table:
     counts = (f"{count} {status}" for status, count in summary["groups"].items())
     table.add_row("groups", ", ".join(counts))
     if summary["lost"]:
-        table.add_row("lost", summary["survivors"] or str(summary["lost"]))
+        causes = (f"{count} {cause}" for cause, count in summary["lost"].items())
+        table.add_row("lost", ", ".join(causes))
+    if summary["teacher_restarts"]:
+        table.add_row("teachers started again", str(summary["teacher_restarts"]))
     seconds = sorted(summary["seconds"].items(), key=lambda item: -item[1])
     table.add_row("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds))
     table.add_row("teardown", "nothing left" if summary["teardown_clean"] else "NOT CLEAN")

@@ -2,64 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from opd_core.agent_loop.loop import AgentLoop, GroupRequest
 from opd_core.agent_loop.prompts import PromptQueue
 from opd_core.agent_loop.replay_buffer import ReplayBuffer
+from opd_core.agent_loop.survivors import Survivors
 from opd_core.errors import SurvivorError
 from opd_core.rollout import Group, Status
+from opd_core.scoring.client import POISON
 
 
-@dataclass(slots=True)
-class Survivors:
-    """Counts of what became of groups and, for lost ones, of the reasons."""
+class Teachers(Protocol):
+    """What the collector wants of the teachers besides scores."""
 
-    by_status: Counter[str] = field(default_factory=Counter)
-    by_cause: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
+    async def ready(self) -> None:
+        """Return once all of them can be asked."""
 
-    def count(self, group: Group) -> None:
-        """Count one ended group; the first message of each cause is kept as its example."""
-        self.by_status[group.status.value] += 1
-        if group.status is not Status.COMPLETED:
-            cause = group.cause or group.status.value
-            self.by_cause[cause] += 1
-            if group.error_msg:
-                self.examples.setdefault(cause, group.error_msg)
-
-    @property
-    def started(self) -> int:
-        """Groups that were started."""
-        return self.by_status.total()
-
-    def add(self, other: Survivors) -> None:
-        """Take another table's counts in."""
-        self.by_status.update(other.by_status)
-        self.by_cause.update(other.by_cause)
-        for cause, example in other.examples.items():
-            self.examples.setdefault(cause, example)
-
-    def table(self) -> str:
-        """For people: counts by status, then each cause with an example."""
-        lines = [f"{status}: {count}" for status, count in sorted(self.by_status.items())]
-        lines += [
-            f"  {cause}: {count}"
-            + (f" (e.g. {self.examples[cause]})" if cause in self.examples else "")
-            for cause, count in self.by_cause.most_common()
-        ]
-        return "\n".join(lines)
-
-    def as_counts(self) -> Mapping[str, int]:
-        """Metric names and values: ``groups/<status>`` and ``lost/<cause>``."""
-        counts = {f"groups/{s.value}": self.by_status[s.value] for s in Status if s != Status.INIT}
-        return counts | {f"lost/{cause}": count for cause, count in self.by_cause.items()}
+    async def verified(self, groups: Sequence[Group], train_step: int) -> list[Group]:
+        """The groups, with those FAILED whose scores are not to be believed."""
 
 
 class Collector:
-    """Runs groups until a train step has its full number of them."""
+    """Runs groups until a train step has its full number of them. ``teachers`` is None when OPD is
+    off."""
 
     def __init__(
         self,
@@ -69,6 +36,7 @@ class Collector:
         *,
         groups_per_step: int,
         limit: int,
+        teachers: Teachers | None = None,
         on_group: Callable[[Group], None] = lambda group: None,
     ) -> None:
         self._queue = queue
@@ -76,7 +44,10 @@ class Collector:
         self._buffer = buffer
         self._wanted = groups_per_step
         self._limit = limit
+        self._teachers = teachers
         self._on_group = on_group
+        self.survivors = Survivors()
+        """What became of all groups so far."""
         self._next_id = 0
 
     @property
@@ -96,14 +67,24 @@ class Collector:
                     f"task.max_groups_per_step):\n{survivors.table()}",
                     dict(survivors.as_counts()),
                 )
-            for group in await self._loop.run(self._requests(missing), train_step):
+            for group in await self._run(missing, train_step):
                 survivors.count(group)
+                self.survivors.count(group)
                 self._on_group(group)
                 if group.status is Status.COMPLETED:
                     self._buffer.put(group)
-                elif group.status is not Status.FILTERED:
+                elif group.status is not Status.FILTERED and group.cause != POISON:
                     self._queue.give_back(group.prompt)
         return self._buffer.take(self._wanted), survivors
+
+    async def _run(self, count: int, train_step: int) -> list[Group]:
+        """New groups, brought to their ends. Nothing is sampled while a teacher is away, and
+        nothing is taken from one that has changed."""
+        if self._teachers is None:
+            return await self._loop.run(self._requests(count), train_step)
+        await self._teachers.ready()
+        groups = await self._loop.run(self._requests(count), train_step)
+        return await self._teachers.verified(groups, train_step)
 
     def _requests(self, count: int) -> list[GroupRequest]:
         first = self._next_id

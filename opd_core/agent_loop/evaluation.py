@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from opd_core.agent_loop.judging import JudgeRunner
 from opd_core.agent_loop.loop import AgentLoop, GroupRequest, LoopSettings
 from opd_core.errors import TrainingError
-from opd_core.rollout import Prompt, Status
+from opd_core.rollout import Group, Prompt, Status
 from opd_core.sampling.protocol import Sampler
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Accuracy over all samples, its standard error over questions, and the answers' length."""
+    """Accuracy over all samples, its standard error over questions, and the answers' length.
+
+    ``by_source`` has accuracy and standard error of each data source, where there are several.
+    """
 
     questions: int
     samples: int
@@ -22,15 +25,20 @@ class Evaluation:
     accuracy_stderr: float
     response_tokens_mean: float
     truncated_fraction: float
+    by_source: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Metric names and values."""
-        return {
+        metrics = {
             "eval/accuracy": self.accuracy,
             "eval/accuracy_stderr": self.accuracy_stderr,
             "eval/response_tokens_mean": self.response_tokens_mean,
             "eval/truncated_fraction": self.truncated_fraction,
         }
+        for source, (accuracy, stderr) in self.by_source.items():
+            metrics[f"eval/accuracy/{source}"] = accuracy
+            metrics[f"eval/accuracy_stderr/{source}"] = stderr
+        return metrics
 
 
 async def evaluate(
@@ -53,15 +61,32 @@ async def evaluate(
     lost = next((group for group in groups if group.status is not Status.COMPLETED), None)
     if lost is not None:
         raise TrainingError(f"evaluation of row {lost.prompt.row}: {lost.error_msg or lost.cause}")
-    means = [sum(r.reward or 0.0 for r in g.rollouts) / len(g.rollouts) for g in groups]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    mean = sum(means) / len(means)
-    variance = sum((m - mean) ** 2 for m in means) / max(len(means) - 1, 1)
+    accuracy, stderr = _accuracy(groups)
     return Evaluation(
         questions=len(groups),
         samples=len(rollouts),
-        accuracy=mean,
-        accuracy_stderr=(variance / len(means)) ** 0.5,
+        accuracy=accuracy,
+        accuracy_stderr=stderr,
         response_tokens_mean=sum(len(r.response_ids) for r in rollouts) / len(rollouts),
         truncated_fraction=sum(r.truncated for r in rollouts) / len(rollouts),
+        by_source=_by_source(groups),
     )
+
+
+def _accuracy(groups: Sequence[Group]) -> tuple[float, float]:
+    """Mean reward, and its standard error over questions (0 for one question)."""
+    means = [sum(r.reward or 0.0 for r in g.rollouts) / len(g.rollouts) for g in groups]
+    mean = sum(means) / len(means)
+    variance = sum((m - mean) ** 2 for m in means) / max(len(means) - 1, 1)
+    return mean, (variance / len(means)) ** 0.5
+
+
+def _by_source(groups: Sequence[Group]) -> dict[str, tuple[float, float]]:
+    """Accuracy per data source; empty with a single one, of which the total says it all."""
+    members: dict[str, list[Group]] = {}
+    for group in groups:
+        members.setdefault(group.prompt.data_source, []).append(group)
+    if len(members) < 2:
+        return {}
+    return {source: _accuracy(members[source]) for source in sorted(members)}

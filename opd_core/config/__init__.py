@@ -24,6 +24,7 @@ from opd_core.config.student import (
 from opd_core.config.teacher import (
     CONTEXT_MARGIN,
     Backend,
+    FailureBudgetConfig,
     LaunchConfig,
     OPDConfig,
     OPDTeacherConfig,
@@ -45,6 +46,7 @@ __all__ = [
     "OPDTeacherConfig",
     "ReplicaConfig",
     "LaunchConfig",
+    "FailureBudgetConfig",
     "Backend",
     "CONTEXT_MARGIN",
 ]

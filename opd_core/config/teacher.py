@@ -29,7 +29,7 @@ from opd_core.config.values import (
 )
 
 Backend = Literal["sglang", "lmdeploy", "embedded"]
-CONTEXT_MARGIN: dict[Backend, int] = {"sglang": 6, "embedded": 6, "lmdeploy": 1}
+CONTEXT_MARGIN: dict[Backend, int] = {"sglang": 7, "embedded": 7, "lmdeploy": 1}
 """Tokens that a backend keeps back from its context length (measured on the real servers)."""
 
 KEY_REFERENCE = re.compile(r"(env|block):[A-Za-z_][\w.-]*")
@@ -52,6 +52,9 @@ class LaunchConfig(Frozen):
     prefill_tokens: int | None = Field(None, ge=1, description="Chunked prefill, in tokens")
     cpu_threads: int | None = Field(None, ge=1, description="Compute threads on a CPU")
     startup_limit_s: float = Field(1200.0, gt=0, description="From start to the first answer")
+    max_restarts: int = Field(
+        3, ge=0, description="Times in a run that a dead, hung or changed server is started again"
+    )
     extra_args: Arguments = Field((), description="Appended to the server's command line")
     env: Environment = Field(default_factory=dict, description="Added to its environment")
 
@@ -119,8 +122,29 @@ class OPDTeacherConfig(Frozen):
     )
     max_retry_per_sample: int = Field(2, ge=0, description="Attempts after the first")
     max_concurrency: int = Field(128, ge=1, description="Requests in flight, for the whole run")
+    max_tokens_in_flight: int = Field(
+        2**20, ge=1, description="Tokens of those requests together; a longer one goes alone"
+    )
+    adaptive: bool = Field(
+        True, description="Lower the concurrency when the server is overloaded, raise it again"
+    )
+    target_latency_s: float | None = Field(
+        None, gt=0, description="Slower answers mean overload; null is a quarter of the time-out"
+    )
+    hedge: bool = Field(
+        False, description="Ask a second replica when an answer takes longer than the p99"
+    )
     away_limit_s: float = Field(
-        60.0, ge=0, description="How long an unreachable teacher is waited for before the run ends"
+        60.0,
+        ge=0,
+        description="How long a teacher that cannot be asked is waited for before the run stops; "
+        "a launched one gets the time of its restart on top",
+    )
+    hang_limit_s: float = Field(
+        120.0, gt=0, description="No sign of life for so long: a launched server is restarted"
+    )
+    canary_every: int = Field(
+        1, ge=0, description="Train steps between scorings of known sequences; 0 is never"
     )
 
     @field_validator("api_key")
@@ -188,6 +212,14 @@ class OPDTeacherConfig(Frozen):
         return self.model_copy(update={"replicas": replicas, **alone})
 
 
+class FailureBudgetConfig(Frozen):
+    """How many rollouts may fail in scoring before sampling pauses until the teacher has proven
+    itself again."""
+
+    ratio: float = Field(0.2, gt=0, le=1, description="Failed rollouts / scored ones, a teacher")
+    window: int = Field(64, ge=1, description="Of the last so many rollouts")
+
+
 class OPDConfig(Frozen):
     """How the teachers enter the advantage: ``task_adv_weight * A_task - opd_adv_weight * k``."""
 
@@ -198,6 +230,10 @@ class OPDConfig(Frozen):
     data_source_teacher_map: dict[str, str] = Field(default_factory=dict)
     default_teacher: str | None = Field(
         None, description="Teacher of every data_source that the map does not name"
+    )
+    failure_budget: FailureBudgetConfig = FailureBudgetConfig()
+    score_store: str | None = Field(
+        None, min_length=1, description="Folder that keeps scores for later runs; null keeps none"
     )
     kl_clamp: float | None = Field(
         None, gt=0, description="Symmetric clamp of k per token, in nats; null is off"
@@ -240,6 +276,18 @@ class OPDConfig(Frozen):
         if idle:
             raise ValueError(
                 f"teacher {idle[0]!r} is used by no data_source: map one to it, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _known_models_in_the_store(self) -> Self:
+        replicas = ((t.name, r) for t in self.teachers for r in t.all_replicas)
+        external = next((name for name, replica in replicas if replica.launch is None), None)
+        if self.score_store is not None and external is not None:
+            raise ValueError(
+                f"score_store: teacher {external!r} has a server that this run does not launch, so "
+                "its weights are not known and its scores cannot be kept for other runs: launch "
+                "it, or write score_store: null"
             )
         return self
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -178,8 +179,9 @@ class Supervisor:
             exited = self._conversation.exit_of(name, child.serial)
             return None if exited is None else exited.returncode
 
-    def raise_if_dead(self, *names: str) -> None:
-        """Raise ChildDied if one of these children (all, if none is named) has ended.
+    def raise_if_dead(self, *names: str, but: Collection[str] = ()) -> None:
+        """Raise ChildDied if one of these children (all, if none is named) has ended; those in
+        `but` are left out.
 
         Raises SupervisorGone if the supervisor has died or is ending the run: then children end
         because of that.
@@ -188,7 +190,7 @@ class Supervisor:
             self._listen()
             if self.receipt is not None or self._conversation.is_over:
                 raise self._gone()
-            for name in names or tuple(self._children):
+            for name in names or tuple(child for child in self._children if child not in but):
                 returncode = self.child_exit(name)
                 if returncode is not None:
                     log = self._child(name).log

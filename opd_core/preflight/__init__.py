@@ -3,7 +3,11 @@
 Each check passes, adds a warning, or adds a problem that says what to do; all problems are told at
 once. Nothing here starts a server or takes a device.
 
-``models``   student and teachers on disk: readable, of one tokenizer, long enough
+``models``   student and teachers on disk: readable, and held against each other
+``facts``    what a model directory says of itself
+``card``     the pair check card: what was found of one student and one teacher
+``items``    the rows of the card, each with its level and what to do
+``renderings`` the same messages as both chat templates write them
 ``rows``     the data, the functions that judge it, and the sequences of the scoring proof
 ``servers``  what the teacher servers need: an interpreter, a port
 ``machine``  devices, disk, shared memory
@@ -15,13 +19,22 @@ from __future__ import annotations
 import functools
 
 from opd_core.config import ExperimentConfig
+from opd_core.preflight.card import CardRow, PairCard
+from opd_core.preflight.facts import ModelFacts, load_tokenizer, read_model_facts
 from opd_core.preflight.machine import check_devices, check_room
-from opd_core.preflight.models import check_models, load_tokenizer, read_model_facts
-from opd_core.preflight.report import ModelFacts, PreflightReport
+from opd_core.preflight.models import check_models
+from opd_core.preflight.report import PreflightReport
 from opd_core.preflight.rows import check_data, check_functions
 from opd_core.preflight.servers import check_servers
 
-__all__ = ["run_preflight", "PreflightReport", "ModelFacts", "read_model_facts"]
+__all__ = [
+    "run_preflight",
+    "PreflightReport",
+    "PairCard",
+    "CardRow",
+    "ModelFacts",
+    "read_model_facts",
+]
 
 
 def run_preflight(config: ExperimentConfig) -> PreflightReport:

@@ -8,7 +8,7 @@ from opd_core.agent_loop.judging import import_function
 from opd_core.config import ExperimentConfig
 from opd_core.data import count_data_sources, iter_rows
 from opd_core.errors import ConfigError, DataError
-from opd_core.preflight.models import LoadTokenizer
+from opd_core.preflight.facts import LoadTokenizer
 from opd_core.preflight.report import PreflightReport
 
 PROOF_SEQUENCES = 2

@@ -14,6 +14,9 @@ from typing import cast
 import httpx
 
 CONNECTIONS_PER_POOL = 8
+KEEP_ALIVE_S = 3.0
+"""Uvicorn, which the servers use, closes an idle connection after 5 s; a request that is sent at
+that very moment would be lost."""
 
 
 class PooledTransport(httpx.AsyncBaseTransport):
@@ -23,7 +26,9 @@ class PooledTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, connections: int) -> None:
         limits = httpx.Limits(
-            max_connections=CONNECTIONS_PER_POOL, max_keepalive_connections=CONNECTIONS_PER_POOL
+            max_connections=CONNECTIONS_PER_POOL,
+            max_keepalive_connections=CONNECTIONS_PER_POOL,
+            keepalive_expiry=KEEP_ALIVE_S,
         )
         self._pools = [
             httpx.AsyncHTTPTransport(limits=limits, trust_env=False)

@@ -12,9 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opd_core.config import Backend, LaunchConfig
+from opd_core.lifecycle.records import StopSignal
 
 HOST = "127.0.0.1"
+START_RACE: dict[Backend, str] = {"lmdeploy": "PyTorch ZMQ engine process is not alive"}
+"""What a server says when it lost a race within its own start and would do well at another try
+(seen in one of six starts of LMDeploy 0.18.0 on a busy machine)."""
 KEYED_LAUNCH = Path(__file__).with_name("keyed_launch.py")
+CPU_POOL_TOKENS = 32768
+"""Tokens in SGLang's KV cache on a CPU, or one context if that is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,7 @@ class ServerCommand:
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    stop_signal: str = "SIGTERM"
+    stop_signal: StopSignal = "SIGTERM"
     grace_s: float = 15.0
 
 
@@ -63,10 +69,15 @@ def _sglang(launch: LaunchConfig, name: str, port: int) -> tuple[str, list[str],
     flags += _given("--context-length", launch.context_length)
     flags += _given("--mem-fraction-static", launch.memory_fraction)
     flags += _given("--chunked-prefill-size", launch.prefill_tokens)
+    # Ids in, ids out. Its warm-up would send a text, and end the server if that has no tokens.
+    flags += ["--skip-tokenizer-init"]
     if not uses_gpu(launch):
-        # Without --sleep-on-idle an idle scheduler keeps a whole core busy.
+        # Without --sleep-on-idle an idle scheduler keeps a whole core busy; without a number of
+        # tokens the KV cache takes most of the machine's memory.
+        pool = max(CPU_POOL_TOKENS, launch.context_length or 0)
         flags += ["--device", "cpu", "--attention-backend", "torch_native"]
         flags += ["--sampling-backend", "pytorch", "--sleep-on-idle"]
+        flags += ["--max-total-tokens", str(pool)]
     return "sglang.launch_server", flags, "--api-key"
 
 
@@ -82,6 +93,9 @@ def _lmdeploy(launch: LaunchConfig, name: str, port: int) -> tuple[str, list[str
     flags += _given("--session-len", launch.context_length)
     flags += _given("--cache-max-entry-count", launch.memory_fraction)
     flags += _given("--max-prefill-token-num", launch.prefill_tokens)
+    if not uses_gpu(launch):
+        # It asks CUDA for its default batch size; the CPU stand-in of its engine has no metrics.
+        flags += ["--max-batch-size", "8", "--disable-metrics"]
     return "lmdeploy", flags, "--api-keys"
 
 
@@ -101,8 +115,9 @@ def _given(flag: str, value: object) -> list[str]:
 
 def _device_env(backend: Backend, launch: LaunchConfig) -> dict[str, str]:
     env = {"CUDA_VISIBLE_DEVICES": ",".join(launch.devices) if uses_gpu(launch) else ""}
-    if launch.cpu_threads is not None:
-        env["OMP_NUM_THREADS"] = str(launch.cpu_threads)
     if backend == "sglang" and not uses_gpu(launch):
         env["SGLANG_USE_CPU_ENGINE"] = "1"  # else it takes the Triton branch
+        env["OMP_NUM_THREADS"] = "1"  # its processes fight over cores, many times slower
+    if launch.cpu_threads is not None:
+        env["OMP_NUM_THREADS"] = str(launch.cpu_threads)
     return env

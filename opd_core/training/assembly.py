@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -14,6 +13,7 @@ from opd_core.agent_loop.collect import Collector
 from opd_core.agent_loop.evaluation import Evaluation, evaluate
 from opd_core.agent_loop.judging import JudgeRunner, import_function
 from opd_core.agent_loop.loop import AgentLoop, LoopSettings
+from opd_core.agent_loop.parking import ParkingLot
 from opd_core.agent_loop.prompts import PromptQueue
 from opd_core.agent_loop.replay_buffer import ReplayBuffer
 from opd_core.config import ExperimentConfig, OPDTeacherConfig
@@ -21,10 +21,18 @@ from opd_core.data import load_prompts
 from opd_core.errors import TrainingError
 from opd_core.rollout import Group, Status
 from opd_core.sampling.protocol import Sampler
-from opd_core.scoring.client import TeacherFacts
+from opd_core.scoring.facts import read_facts
 from opd_core.scoring.routing import TeacherRouter
+from opd_core.scoring.state import ScoringState, state_to_json
+from opd_core.scoring.store import ScoreStore
 from opd_core.tracking.journal import Journal
-from opd_core.training.files import JOURNAL_FILE, TEACHERS_FILE
+from opd_core.training.files import (
+    JOURNAL_FILE,
+    PARKED_FOLDER,
+    SCORING_FILE,
+    TEACHERS_FILE,
+    write_whole,
+)
 from opd_core.training.loop import LearnerHandle, SamplerHandle, TrainLoop
 from opd_core.training.models import load_tokenizer
 
@@ -58,11 +66,12 @@ async def build_loop(
         for path in (task.judge, task.batch_judge)
     )
     sampling = config.sampling
+    teachers = await _teachers(config, run_dir, exits, environ)
     loop = AgentLoop(
         LoopSettings(task.group_size, sampling.max_new_tokens, config.seed, sampling.temperature),
         sampler=sampler,
         decode=decode,
-        scorer=await _teachers(config, run_dir, exits, environ),
+        scorer=teachers,
         judge=judge,
         batch_judge=batch_judge,
         filter_func=import_function(task.filter_func) if task.filter_func else None,
@@ -73,6 +82,7 @@ async def build_loop(
         ReplayBuffer(needs_scores=config.opd is not None, needs_rewards=config.task_adv_weight > 0),
         groups_per_step=config.training.prompts_per_step,
         limit=config.groups_per_step_limit,
+        teachers=teachers,
         on_group=_tell_lost,
     )
     counts = {"read": data.rows, "too_long": data.too_long}
@@ -107,10 +117,30 @@ async def _teachers(
 ) -> TeacherRouter | None:
     if config.opd is None:
         return None
-    told = json.loads((run_dir / TEACHERS_FILE).read_text(encoding="utf-8"))
-    facts = {name: TeacherFacts(**fact) for name, fact in told.items()}
-    keys = {t.name: _key(t, environ) for t in config.opd.teachers if t.api_key is not None}
-    return await exits.enter_async_context(TeacherRouter.connect(config.opd, facts, keys))
+    opd, place = config.opd, run_dir / TEACHERS_FILE
+    facts = read_facts(place)
+    keys = {t.name: _key(t, environ) for t in opd.teachers if t.api_key is not None}
+    stores = {}
+    for teacher in opd.teachers if opd.score_store else ():
+        folder, fingerprint = Path(str(opd.score_store)), facts[teacher.name].fingerprint
+        stores[teacher.name] = exits.enter_context(ScoreStore(folder, fingerprint))
+
+    def publish(states: dict[str, ScoringState]) -> None:
+        try:
+            write_whole(run_dir / SCORING_FILE, state_to_json(states))
+        except OSError as error:  # costs the flow's sight, not the run
+            logger.warning("%s cannot be written: %s", SCORING_FILE, error)
+
+    router = TeacherRouter.connect(
+        opd,
+        facts,
+        keys,
+        current_facts=lambda name: read_facts(place)[name],
+        parking=ParkingLot(run_dir / PARKED_FOLDER),
+        stores=stores,
+        publish=publish,
+    )
+    return await exits.enter_async_context(router)
 
 
 def _key(teacher: OPDTeacherConfig, environ: Mapping[str, str]) -> str:

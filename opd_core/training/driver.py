@@ -8,12 +8,14 @@ imports this module again.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
 import sys
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +46,7 @@ def main() -> int:
 
 async def run_training(config: ExperimentConfig, run_dir: Path) -> RunResult:
     """Connect to Ray, start the actors, train."""
+    from opd_core.errors import OPDError
     from opd_core.training import actors
     from opd_core.training.assembly import build_loop
     from opd_core.training.results import RunResult
@@ -54,14 +57,19 @@ async def run_training(config: ExperimentConfig, run_dir: Path) -> RunResult:
     seconds = {"actors_start": time.perf_counter() - started}
     async with AsyncExitStack() as exits:
         loop, prompts = await build_loop(config, run_dir, sampler, learner, exits, os.environ)
-        outcome = await loop.run()
-    return RunResult(
-        "completed",
-        survivors=outcome.survivors.table(),
-        prompts=prompts,
-        seconds=seconds,
-        student_path=outcome.student_path,
-    )
+        # What was imported is a million objects that the collector would walk at long answers.
+        gc.collect()
+        gc.freeze()
+        result = RunResult("completed", prompts=prompts, seconds=seconds)
+        try:
+            outcome = await loop.run()
+        except OPDError as error:
+            result = replace(
+                result, status="failed", error_type=type(error).__name__, error=str(error)
+            )
+        else:
+            result = replace(result, student_path=outcome.student_path)
+    return replace(result, survivors=loop.collector.survivors.table())
 
 
 if __name__ == "__main__":

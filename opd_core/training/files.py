@@ -8,7 +8,12 @@ from pathlib import Path
 CONFIG_FILE = "config.json"
 """The resolved recipe; written by the flow."""
 TEACHERS_FILE = "teachers.json"
-"""Facts of each teacher that the scoring client needs; written by the flow."""
+"""Facts of each teacher that the scoring client needs; written by the flow, again after a
+restart."""
+SCORING_FILE = "scoring.json"
+"""How scoring goes; written by the job, read by the flow that looks after the teachers."""
+PARKED_FOLDER = "parked"
+"""Rollouts whose teacher is away; written by the job."""
 JOURNAL_FILE = "metrics.jsonl"
 """The metrics journal; written by the job."""
 RESULT_FILE = "result.json"

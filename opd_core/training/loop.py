@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from opd_core.agent_loop.collect import Collector, Survivors
+from opd_core.agent_loop.collect import Collector
 from opd_core.agent_loop.evaluation import Evaluation
 from opd_core.agent_loop.loop import AgentLoop
+from opd_core.agent_loop.survivors import Survivors
 from opd_core.config import ExperimentConfig
 from opd_core.errors import SurvivorError
 from opd_core.rollout import Group, RolloutState
@@ -46,7 +47,7 @@ class SamplerHandle(Protocol):
 class TrainOutcome:
     """What a finished loop knows."""
 
-    survivors: Survivors = field(default_factory=Survivors)
+    survivors: Survivors
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     steps: list[Metrics] = field(default_factory=list)
     student_path: str = ""
@@ -69,7 +70,7 @@ class TrainLoop:
 
     async def run(self) -> TrainOutcome:
         """Train for ``training.steps``; the student is saved at the end under ``student/``."""
-        outcome = TrainOutcome()
+        outcome = TrainOutcome(self.collector.survivors)
         await self._evaluate(0, outcome)
         for train_step in range(1, self.config.training.steps + 1):
             metrics = await self._train_step(train_step, outcome)
@@ -87,7 +88,6 @@ class TrainLoop:
         except SurvivorError as error:
             self.record(train_step, {name: float(n) for name, n in error.counts.items()})
             raise
-        outcome.survivors.add(survivors)
         collected = time.perf_counter()
         metrics = await self.learner.update(self._batch(groups))
         if not metrics["optimizer_steps"]:
@@ -106,7 +106,7 @@ class TrainLoop:
         return {
             **metrics,
             **rollout_metrics([r for group in groups for r in group.rollouts]),
-            **survivors.as_counts(),
+            **survivors.as_metrics(),
             "data/epoch": self.collector.epoch,
             **{f"time/{name}_s": seconds for name, seconds in shares.items()},
             **{f"time/{name}_share": seconds / total for name, seconds in shares.items()},
@@ -164,6 +164,11 @@ def rollout_metrics(rollouts: Sequence[RolloutState]) -> Metrics:
             "teacher/queue_s_mean": sum(r.teacher_queue_s for r in scored) / len(scored),
             "teacher/attempts_mean": sum(r.teacher_attempts for r in scored) / len(scored),
         }
+    told = [r for r in scored if r.teacher_cached_tokens is not None]
+    if told:
+        tokens = sum(len(r.prompt.token_ids) + len(r.response_ids) for r in told)
+        cached = sum(r.teacher_cached_tokens or 0 for r in told)
+        metrics["teacher/cached_fraction"] = cached / tokens
     return metrics
 
 

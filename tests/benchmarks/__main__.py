@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 
 from opd_core.quiet import apply_defaults
-from tests.benchmarks import logprobs, sampling, scoring
+from tests.benchmarks import answers, logprobs, sampling, scoring
 
-BENCHMARKS = {"logprobs": logprobs.run, "sampling": sampling.run, "scoring": scoring.run}
+BENCHMARKS = {
+    "answers": answers.run,
+    "logprobs": logprobs.run,
+    "sampling": sampling.run,
+    "scoring": scoring.run,
+}
 
 
 def main() -> None:

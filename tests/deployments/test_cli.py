@@ -26,7 +26,7 @@ def test_a_typing_error_in_an_override_names_the_key_and_the_right_one() -> None
 def test_an_unknown_recipe_lists_those_that_ship() -> None:
     done = opd("run", "tinny")
     assert done.returncode == 2
-    assert "smollm2_heal, tiny" in done.stderr
+    assert "smollm2_heal, tiny, tiny_multi_teacher" in done.stderr
 
 
 def test_an_unknown_preparation_lists_those_that_exist() -> None:
@@ -38,7 +38,8 @@ def test_an_unknown_preparation_lists_those_that_exist() -> None:
 def test_recipes_are_listed_with_what_they_do() -> None:
     done = opd("recipes")
     assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["smollm2_heal", "tiny"]
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names == ["smollm2_heal", "tiny", "tiny_multi_teacher"]
 
 
 def test_the_page_of_settings_is_the_configurations_own() -> None:
@@ -46,6 +47,6 @@ def test_the_page_of_settings_is_the_configurations_own() -> None:
     assert done.stdout == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", ["run", "prepare", "recipes", "settings"])
+@pytest.mark.parametrize("command", ["run", "check", "prepare", "recipes", "settings"])
 def test_every_command_explains_itself(command: str) -> None:
     assert "Usage" in opd(command, "--help").stdout

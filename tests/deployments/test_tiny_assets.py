@@ -7,6 +7,7 @@ import json
 import operator
 import random
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,9 @@ def test_every_file_has_the_hash_in_the_manifest() -> None:
     }
 
 
-def test_everything_together_is_under_3_megabytes() -> None:
+def test_everything_together_is_under_6_megabytes() -> None:
     files = [p for p in ASSETS.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-    assert sum(path.stat().st_size for path in files) < 3_000_000
+    assert sum(path.stat().st_size for path in files) < 6_000_000
 
 
 @pytest.mark.parametrize(("name", "count"), [("train.jsonl", 4000), ("heldout.jsonl", 256)])
@@ -109,6 +110,21 @@ def test_no_held_out_question_was_in_a_models_corpus(recipe: task.SftRecipe) -> 
     seen = {prompt for prompt, _ in task.corpus(recipe)}
     assert len(seen) > 20_000
     assert not set(prompts_of("heldout.jsonl")) & seen
+
+
+@pytest.mark.parametrize(
+    ("recipe", "digest"),
+    [
+        (build.TEACHER, "a20807f5a1517d982811537384f70f9bdbedbf772f2a8ddd4a16d16c66f4a942"),
+        (build.STUDENT, "27768893cd316478ebbd99038191171a3d4e17b98b6f769f5f134c199b914e43"),
+    ],
+    ids=MODELS,
+)
+def test_the_corpus_is_the_one_the_shipped_model_was_trained_on(
+    recipe: task.SftRecipe, digest: str
+) -> None:
+    pairs = "".join(map(repr, islice(task.corpus(recipe), 2000)))
+    assert hashlib.sha256(pairs.encode()).hexdigest() == digest
 
 
 def test_data_and_tokenizer_rebuild_to_the_same_bytes() -> None:

@@ -65,6 +65,13 @@ class OpdRun:
         """A JSON file of the run directory."""
         return dict(json.loads((self.directory() / name).read_text()))
 
+    def pids_of(self, child: str) -> list[int]:
+        """Process ids of all processes of that name which the run has started, the last one
+        last."""
+        ledger = (self.directory() / "ledger.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in ledger]
+        return [e["pid"] for e in entries if e["event"] == "child_started" and e["name"] == child]
+
     def processes(self) -> list[int]:
         """Living processes that carry the run's mark in their environment."""
         return _marked(f"OPD_RUN_ID={self.directory().name}")

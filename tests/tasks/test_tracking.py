@@ -13,9 +13,16 @@ from opd_core.recipe import load_recipe
 from opd_core.tracking.journal import Journal
 from opd_core.training.files import JOURNAL_FILE
 from opd_core.training.results import RunResult
+from tasks.console import TERMINAL
 from tasks.environment import RunRecord
 from tasks.session import _left_over
-from tasks.tracking import build_summary, git_commit, write_model_card, write_summary
+from tasks.tracking import (
+    build_summary,
+    git_commit,
+    show_summary,
+    write_model_card,
+    write_summary,
+)
 
 RECIPE = Path(__file__).parents[2] / "deployments" / "recipes" / "tiny.yaml"
 
@@ -110,6 +117,22 @@ def test_files_that_cannot_be_read_do_not_hide_how_the_run_ended(run: RunRecord)
     (run.directory / JOURNAL_FILE).write_text("nonsense\n")
     summary = build_summary(run, receipt(), {}, ValueError("the real reason"))
     assert "the real reason" in summary["error"]
+
+
+def test_losses_are_shown_with_the_survivor_table_line_by_line(
+    run: RunRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(TERMINAL, "lines", True)
+    monkeypatch.setenv("COLUMNS", "60")
+    survivors = f"kept  {'9 ' * 60}\n  timeout: 2 (e.g. [/no] markup)"
+    write_result(run)
+    RunResult("completed", survivors=survivors).write(run.directory)
+    summary = build_summary(run, receipt(), {}, error=None)
+    assert summary["survivors"] == survivors
+    show_summary(summary)
+    shown = capsys.readouterr().err
+    assert "2 timeout" in shown
+    assert survivors in shown
 
 
 def test_the_model_card_says_how_it_was_measured(run: RunRecord) -> None:

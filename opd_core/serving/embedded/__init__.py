@@ -13,4 +13,10 @@ wire.py       JSON of SGLang's protocol to requests, results to JSON
 health.py     whether the server scores, at the price of at most one probe
 app.py        routes, API key, errors as statuses
 process.py    command line, socket, signals
+
+With --chaos FILE things go wrong on purpose (docs/chaos.md); without it none of this is loaded:
+
+chaos.py          the layer before the application
+chaos_script.py   which fault meets which request
+chaos_answers.py  true answers made wrong
 """

@@ -119,7 +119,7 @@ class TeacherModel:
         sequences = [np.arange(length, dtype=np.int64) % usable for length in (2, 7, 4)]
         results = self.score([ScoreRequest(ids, start=0) for ids in sequences])
         scores = np.concatenate([result.logprobs for result in results])
-        own = np.concatenate([self._own_logprobs(ids) for ids in sequences])
+        own = np.concatenate([self.own_scores(ids) for ids in sequences])
         difference = float(np.abs(scores - own).mean())
         if not difference <= tolerance:
             raise ModelLoadError(
@@ -128,13 +128,18 @@ class TeacherModel:
                 f"{self.facts.model_type} cannot be served here: use SGLang or LMDeploy."
             )
 
-    def _own_logprobs(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """[N - 1] scores of one sequence [N] from the model's complete, unpadded forward."""
+    def own_scores(
+        self, token_ids: NDArray[np.int64], *, normalised: bool = True
+    ) -> NDArray[np.float32]:
+        """[N - 1] scores of one sequence [N] from the model's complete, unpadded forward.
+
+        Logits where they are not ``normalised``.
+        """
         with torch.inference_mode():
             ids = torch.from_numpy(token_ids)[None].to(self.facts.device)
-            logits: torch.Tensor = self._model(input_ids=ids).logits[0, :-1]
-            scores = logits.float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-            own: NDArray[np.float32] = scores.cpu().numpy()
+            logits: torch.Tensor = self._model(input_ids=ids).logits[0, :-1].float()
+            scores = logits.log_softmax(-1) if normalised else logits
+            own: NDArray[np.float32] = scores.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
         return own
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from opd_core.errors import ConfigError
 from opd_core.serving.embedded.app import create_app
 from opd_core.serving.embedded.batching import BatchingScorer
 from opd_core.serving.embedded.model import DTYPES, TeacherModel
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"cannot listen on {host}:{port}: {error.strerror}. "
             "Stop what holds the port, or choose another one."
         )
+    # asyncio does so only for sockets that name their protocol; else every answer waits 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with listener:
         return _serve(arguments, listener, api_key)
 
@@ -83,6 +86,9 @@ def _read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-queued-requests", type=_integer(1), default=4096, help="sequences that may wait"
     )
     parser.add_argument(
+        "--chaos", type=Path, metavar="FILE", help="a script of faults to test with: docs/chaos.md"
+    )
+    parser.add_argument(
         "--log-level", default="info", choices=["debug", "info", "warning", "error"]
     )
     return parser.parse_args(argv)
@@ -108,7 +114,10 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket, api_key: str 
         max_running_tokens=arguments.max_running_tokens,
         max_queued_requests=arguments.max_queued_requests,
     )
-    app = create_app(scorer, served_model_name=arguments.served_model_name, api_key=api_key)
+    try:
+        app = _make_app(arguments, scorer, api_key)
+    except ConfigError as error:
+        return _report(str(error))
     server = _Server(app, scorer)
     load = partial(
         TeacherModel.load,
@@ -132,6 +141,18 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket, api_key: str 
     server.run(sockets=[listener])
     scorer.join(timeout_s=0.2)
     return 0 if scorer.failure is None else _report(str(scorer.failure))
+
+
+def _make_app(
+    arguments: argparse.Namespace, scorer: BatchingScorer, api_key: str | None
+) -> ASGIApp:
+    """The application, with the faults of ``--chaos`` in it if asked. Raises ``ConfigError``."""
+    app = create_app(scorer, served_model_name=arguments.served_model_name, api_key=api_key)
+    if arguments.chaos is not None:
+        from opd_core.serving.embedded.chaos import add_chaos
+
+        add_chaos(app, arguments.chaos, scorer)
+    return app
 
 
 class _Server(uvicorn.Server):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from opd_core.agent_loop.collect import Collector, Survivors
+from opd_core.agent_loop.collect import Collector
 from opd_core.agent_loop.prompts import PromptQueue
 from opd_core.agent_loop.replay_buffer import ReplayBuffer
 from opd_core.errors import SurvivorError
@@ -146,7 +147,7 @@ async def test_over_the_limit_the_run_stops_with_the_survivor_table(
     said = str(caught.value)
     assert "train step 3: 8 groups were started and 2 are still missing (limit 8" in said
     assert "task.max_groups_per_step" in said
-    assert "failed: 8" in said
+    assert re.search(r"^failed +8 ", said, re.MULTILINE)
     assert "http_503: 8 (e.g. teacher 'big': HTTP 503)" in said
     assert len({group_id for group_id, _ in scorer.scored}) == 8
 
@@ -156,7 +157,7 @@ async def test_the_limit_is_never_exceeded_by_the_last_round(
 ) -> None:
     scorer.fails |= {(group_id, 0) for group_id in range(0, 100, 3)}
     scorer.fails |= {(group_id, 0) for group_id in range(1, 100, 3)}
-    with pytest.raises(SurvivorError, match="completed: 2"):
+    with pytest.raises(SurvivorError, match=r"kept +2 "):
         await make_collector(prompts=50, wanted=3, limit=7).collect(train_step=1)
     assert len({group_id for group_id, _ in scorer.scored}) <= 7
 
@@ -190,36 +191,6 @@ async def test_an_epoch_that_ends_within_a_step_goes_on_with_the_next(
     assert sorted(asked[:3]) == sorted(asked[3:]) == [0, 1, 2]
 
 
-# ----------------------------------------------------------------------------------- survivor table
-
-
-def test_the_table_counts_by_status_and_by_cause(make_group: Any, make_rollout: Any) -> None:
-    survivors = Survivors()
-    survivors.count(make_group())
-    for said in ("teacher 'big': one", "teacher 'big': two"):
-        failed = make_rollout().failed("http_503", said)
-        survivors.count(make_group(failed, status=Status.FAILED, cause="http_503"))
-    survivors.count(make_group(status=Status.FILTERED, cause="filtered"))
-    assert survivors.started == 4
-    assert survivors.table().splitlines() == [
-        "completed: 1",
-        "failed: 2",
-        "filtered: 1",
-        "  http_503: 2 (e.g. teacher 'big': one)",
-        "  filtered: 1",
-    ]
-
-
-def test_a_filtered_group_does_not_hide_why_the_filter_failed(
-    make_group: Any, make_rollout: Any
-) -> None:
-    survivors = Survivors()
-    survivors.count(make_group(status=Status.FAILED, cause="filter_func"))  # says nothing
-    failed = make_rollout().failed("filter_func", "filter_func raised KeyError: 'x'")
-    survivors.count(make_group(failed, status=Status.FAILED, cause="filter_func"))
-    assert "filter_func: 2 (e.g. filter_func raised KeyError: 'x')" in survivors.table()
-
-
 async def test_filtering_and_a_failing_filter_are_counted_apart(make_collector: Any) -> None:
     def fussy(rollouts: tuple[RolloutState, ...]) -> bool:
         if rollouts[0].group_id == 1:
@@ -229,29 +200,3 @@ async def test_filtering_and_a_failing_filter_are_counted_apart(make_collector: 
     _, survivors = await make_collector(wanted=2, filter_func=fussy).collect(train_step=1)
     assert survivors.by_cause == {"filtered": 1, "filter_func": 1}
     assert "filter_func: 1 (e.g. filter_func raised KeyError: 'x')" in survivors.table()
-
-
-def test_metrics_name_every_status_and_the_causes_that_occurred(make_group: Any) -> None:
-    survivors = Survivors()
-    survivors.count(make_group())
-    survivors.count(make_group(status=Status.ABORTED, cause="incomplete"))
-    assert survivors.as_counts() == {
-        "groups/completed": 1,
-        "groups/aborted": 1,
-        "groups/failed": 0,
-        "groups/filtered": 0,
-        "groups/expired": 0,
-        "lost/incomplete": 1,
-    }
-
-
-def test_tables_of_several_steps_add_up(make_group: Any, make_rollout: Any) -> None:
-    total, step = Survivors(), Survivors()
-    total.count(make_group(status=Status.FAILED, cause="judge"))
-    step.count(make_group())
-    failed = make_rollout().failed("judge", "no truth")
-    step.count(make_group(failed, status=Status.FAILED, cause="judge"))
-    total.add(step)
-    assert total.by_status == {"completed": 1, "failed": 2}
-    assert "judge: 2 (e.g. no truth)" in total.table()
-    assert step.started == 2

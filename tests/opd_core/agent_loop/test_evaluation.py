@@ -45,6 +45,33 @@ async def test_one_question_has_no_standard_error(run: Any) -> None:
     assert (result.accuracy, result.accuracy_stderr) == (1.0, 0.0)
 
 
+async def test_each_of_several_data_sources_has_its_own_accuracy(
+    sampler: Any, judge: Any, decode: Any, make_prompt: Any
+) -> None:
+    # Of "easy" (rows 0 and 1) all answers are right; of "hard" (row 2) one in two.
+    judge.reward = lambda text, prompt: float(prompt.row < 2 or text == "12 10 1")
+    sources = ("easy", "easy", "hard")
+    prompts = [make_prompt(row, data_source=source) for row, source in enumerate(sources)]
+    result = await evaluate(prompts, sampler=sampler, judge=judge, decode=decode, settings=SETTINGS)
+    assert result.by_source == {"easy": (1.0, 0.0), "hard": (0.5, 0.0)}
+    metrics = result.metrics()
+    assert metrics["eval/accuracy"] == pytest.approx(2.5 / 3)
+    assert metrics["eval/accuracy/easy"] == 1.0
+    assert metrics["eval/accuracy/hard"] == 0.5
+    assert metrics["eval/accuracy_stderr/hard"] == 0.0
+
+
+async def test_the_standard_error_of_a_data_source_is_over_its_own_questions(
+    sampler: Any, judge: Any, decode: Any, make_prompt: Any
+) -> None:
+    judge.reward = lambda text, prompt: float(prompt.row % 4 < 2)
+    prompts = [make_prompt(row, data_source="ab"[row % 2]) for row in range(8)]
+    result = await evaluate(prompts, sampler=sampler, judge=judge, decode=decode, settings=SETTINGS)
+    # Each source: four questions of means 1, 0, 1, 0 with variance 1/3.
+    assert result.by_source["a"] == pytest.approx((0.5, math.sqrt(1 / 12)))
+    assert result.by_source["b"] == pytest.approx((0.5, math.sqrt(1 / 12)))
+
+
 async def test_every_evaluation_draws_the_same_random_numbers(run: Any, sampler: Any) -> None:
     await run()
     await run()

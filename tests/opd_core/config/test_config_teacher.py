@@ -20,6 +20,13 @@ def opd(**changes: Any) -> OPDConfig:
     return OPDConfig(**{"teachers": [teacher()], "default_teacher": "teacher", **changes})
 
 
+def test_scores_of_a_server_whose_weights_nobody_knows_are_not_stored() -> None:
+    with pytest.raises(ValidationError, match=r"score_store: teacher 'teacher' has a server"):
+        opd(score_store="scores")
+    launched = OPDTeacherConfig(name="teacher", backend="embedded", launch=LAUNCH)
+    assert opd(teachers=[launched], score_store="scores").score_store == "scores"
+
+
 # ------------------------------------------------------------------ the call of the contract
 
 

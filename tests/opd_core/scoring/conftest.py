@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from opd_core.config import OPDTeacherConfig
-from opd_core.scoring.client import TeacherFacts, TeacherLogprobClient
+from opd_core.scoring.client import TeacherLogprobClient
+from opd_core.scoring.facts import TeacherFacts
 
 VOCAB_SIZE = 100
 
@@ -203,12 +204,18 @@ async def connect(
         api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = fake,
         sleep: Callable[[float], Awaitable[None]] = naps,
+        current_facts: Callable[[], TeacherFacts] | None = None,
+        facts: TeacherFacts | None = None,
         **fields: Any,
     ) -> TeacherLogprobClient:
-        facts = TeacherFacts(VOCAB_SIZE, context_length)
         clients.append(
             TeacherLogprobClient(
-                teacher_config(**fields), facts, api_key=api_key, transport=transport, sleep=sleep
+                teacher_config(**fields),
+                facts or TeacherFacts(VOCAB_SIZE, context_length),
+                api_key=api_key,
+                current_facts=current_facts,
+                transport=transport,
+                sleep=sleep,
             )
         )
         return clients[-1]

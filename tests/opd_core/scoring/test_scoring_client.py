@@ -81,7 +81,7 @@ async def test_an_id_outside_the_vocabulary_is_never_sent(
     assert fake.requests == []
 
 
-@pytest.mark.parametrize(("backend", "margin"), [("sglang", 6), ("embedded", 6), ("lmdeploy", 1)])
+@pytest.mark.parametrize(("backend", "margin"), [("sglang", 7), ("embedded", 7), ("lmdeploy", 1)])
 async def test_a_sequence_over_the_servers_limit_is_never_sent(
     backend: str, margin: int, connect: Any, fake: Any
 ) -> None:
@@ -101,7 +101,7 @@ async def test_the_strictest_replica_sets_the_limit(connect: Any, fake: Any) -> 
         {"endpoint": "http://one", "backend": "lmdeploy"},
         {"endpoint": "http://two", "backend": "sglang"},
     ]
-    with pytest.raises(TeacherRefused, match="limit of 14"):
+    with pytest.raises(TeacherRefused, match="limit of 13"):
         await connect(replicas=replicas, context_length=20).score(PROMPT, [6] * 12)
     assert fake.requests == []
 

@@ -17,6 +17,7 @@ from opd_core.errors import (
     TeacherRefused,
     TeacherTransient,
 )
+from opd_core.scoring.client import POISON
 
 PROMPT, RESPONSE = [3, 4, 5], [6, 7, 8, 9]
 
@@ -47,7 +48,6 @@ TRANSIENT: dict[str, tuple[Any, str]] = {
     "500": (500, "http_500"),
     "503": (503, "http_503"),
     "read time-out": (httpx.ReadTimeout("slow"), "connection"),
-    "connect time-out": (httpx.ConnectTimeout("slow"), "connection"),
     "cut while reading": (httpx.ReadError(""), "connection"),
     "cut while writing": (httpx.WriteError(""), "connection"),
     "closed without an answer": (httpx.RemoteProtocolError("disconnected"), "connection"),
@@ -81,8 +81,32 @@ async def test_attempts_are_bounded_and_the_last_reason_is_kept(
     with pytest.raises(TeacherTransient, match="teacher 'big'") as caught:
         await client.score(PROMPT, RESPONSE)
     assert len(fake.requests) == 1 + max_retry
-    assert caught.value.cause == cause
+    last = max_retry == 2 and cause == "connection"  # it was alone with the server by then
+    assert caught.value.cause == (POISON if last else cause)
     assert f"given up after {1 + max_retry} attempts" in str(caught.value)
+
+
+async def test_a_request_that_broke_two_connections_goes_alone(connect: Any, fake: Any) -> None:
+    ends_servers, in_flight = [9, 8, 7], []
+
+    def answer(body: Any) -> Any:
+        if body["input_ids"][-3:] == ends_servers:
+            in_flight.append(fake.in_flight)
+            return httpx.ReadError("reset by peer")
+        return 200
+
+    fake.script.extend([answer] * 100)
+    fake.work = lambda: asyncio.sleep(0.001)
+    client = connect(max_retry_per_sample=2)
+    innocent = [client.score(PROMPT, RESPONSE) for _ in range(40)]
+    results = await asyncio.gather(
+        client.score(PROMPT, ends_servers), *innocent, return_exceptions=True
+    )
+    assert isinstance(results[0], TeacherTransient)
+    assert results[0].cause == POISON
+    assert not any(isinstance(result, Exception) for result in results[1:])
+    assert in_flight[0] > 1
+    assert in_flight[2] == 1
 
 
 async def test_a_refusal_after_a_passing_failure_ends_it(connect: Any, fake: Any) -> None:
@@ -109,7 +133,7 @@ async def test_a_real_connection_that_is_cut_in_mid_answer_is_tried_again(
 async def test_back_off_doubles_with_jitter_up_to_a_limit(
     connect: Any, fake: Any, naps: Any
 ) -> None:
-    fake.script.extend([503] * 10)
+    fake.script.extend([429] * 10)
     await connect(max_retry_per_sample=10).score(PROMPT, RESPONSE)
     middles = [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]
     for nap, middle in zip(naps, middles, strict=True):
@@ -171,21 +195,27 @@ async def test_a_huge_number_of_retries_is_no_overflow(connect: Any) -> None:
 # ------------------------------------------------------------------------------------- teacher away
 
 
-async def test_a_refused_connection_costs_no_attempt(connect: Any, fake: Any) -> None:
-    fake.script.extend([httpx.ConnectError("refused")] * 20)
+@pytest.mark.parametrize("nobody", [httpx.ConnectError("refused"), httpx.ConnectTimeout("slow")])
+async def test_a_refused_connection_costs_no_attempt(
+    nobody: Exception, connect: Any, fake: Any
+) -> None:
+    fake.script.extend([nobody] * 20)
     score = await connect(max_retry_per_sample=0).score(PROMPT, RESPONSE)
     assert score.attempts == 1
-    assert len(fake.requests) == 21
+    asked = [body["input_ids"] for body in fake.bodies]
+    assert asked.count(PROMPT + RESPONSE) == 2
+    assert len(asked) == 22  # the others are knocks: 19 refused, one answered
 
 
 async def test_attempts_before_and_after_an_absence_are_counted_together(
     connect: Any, fake: Any
 ) -> None:
     refused = httpx.ConnectError("refused")
-    fake.script.extend([503, refused, refused, 503, refused, 503])
+    knock_answered = 200
+    fake.script.extend([503, refused, refused, knock_answered, 503, refused, knock_answered, 503])
     with pytest.raises(TeacherTransient, match="given up after 3 attempts"):
         await connect(max_retry_per_sample=2).score(PROMPT, RESPONSE)
-    assert len(fake.requests) == 6
+    assert len(fake.requests) == 8
 
 
 async def test_the_score_arrives_when_a_real_teacher_comes_back(
@@ -226,7 +256,7 @@ async def test_a_teacher_that_stays_away_is_reported_after_the_limit(
     client = connect(away_limit_s=0.2, sleep=lambda _: asyncio.sleep(0.02))
     started = time.monotonic()
     with pytest.raises(
-        TeacherAway, match=r"teacher 'big': cannot connect.*nobody answered"
+        TeacherAway, match=r"teacher 'big': nobody could be asked for 0 s.*cannot connect"
     ) as caught:
         await client.score(PROMPT, RESPONSE)
     assert time.monotonic() - started >= 0.2
@@ -236,7 +266,7 @@ async def test_a_teacher_that_stays_away_is_reported_after_the_limit(
 
 async def test_an_answer_ends_the_absence(connect: Any, fake: Any) -> None:
     refused = httpx.ConnectError("refused")
-    fake.script.extend([refused, 503, refused, 503, refused])
+    fake.script.extend([refused, 200, 503, refused, 200, 503, refused, 200])
     client = connect(away_limit_s=0.3, sleep=lambda _: asyncio.sleep(0.11))  # 0.33 s away in all
     assert (await client.score(PROMPT, RESPONSE)).attempts == 3
 

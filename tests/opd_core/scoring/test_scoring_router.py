@@ -13,7 +13,7 @@ import pytest
 from opd_core.config import OPDConfig
 from opd_core.errors import TeacherAway
 from opd_core.rollout import RolloutState, Status
-from opd_core.scoring.client import TeacherFacts
+from opd_core.scoring.facts import TeacherFacts
 from opd_core.scoring.routing import TeacherRouter
 
 MakeRollout = Callable[..., RolloutState]
@@ -83,7 +83,7 @@ async def test_an_unknown_data_source_fails_the_rollout_and_asks_nobody(
 
 @pytest.mark.parametrize(
     ("failure", "cause"),
-    [(503, "http_503"), (404, "http_404"), (httpx.ReadError(""), "connection")],
+    [(503, "http_503"), (404, "http_404"), (httpx.ReadError(""), "poison")],
 )
 async def test_a_rollout_that_cannot_be_scored_fails_with_the_reason(
     failure: Any, cause: str, make_router: Any, fake: Any, make_rollout: MakeRollout

@@ -52,6 +52,7 @@ def test_sglang_gets_its_own_names_for_every_setting() -> None:
         "--context-length": "18438",
         "--mem-fraction-static": "0.6",
         "--chunked-prefill-size": "4096",
+        "--skip-tokenizer-init": "",
     }
 
 
@@ -64,6 +65,19 @@ def test_sglang_on_a_cpu_is_told_so_and_sleeps_when_idle() -> None:
     assert "--sleep-on-idle" in given
     assert found.env["SGLANG_USE_CPU_ENGINE"] == "1"
     assert "SGLANG_USE_CPU_ENGINE" not in command("sglang", devices=("0",)).env
+
+
+def test_sglang_on_a_cpu_keeps_its_cache_small_but_never_below_the_context() -> None:
+    assert flags(command("sglang"))["--max-total-tokens"] == "32768"
+    assert flags(command("sglang", context_length=99999))["--max-total-tokens"] == "99999"
+    assert "--max-total-tokens" not in command("sglang", devices=("0",)).argv
+
+
+def test_sglang_on_a_cpu_computes_on_one_thread_unless_told_otherwise() -> None:
+    assert command("sglang").env["OMP_NUM_THREADS"] == "1"
+    assert command("sglang", cpu_threads=2).env["OMP_NUM_THREADS"] == "2"
+    assert command("sglang", env={"OMP_NUM_THREADS": "3"}).env["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in command("sglang", devices=("0",)).env
 
 
 def test_lmdeploy_gets_its_own_names_and_gives_normalised_logprobs() -> None:
@@ -89,6 +103,16 @@ def test_lmdeploy_gets_its_own_names_and_gives_normalised_logprobs() -> None:
 
 def test_lmdeploy_chooses_its_executor_itself_on_one_device() -> None:
     assert "--distributed-executor-backend" not in command("lmdeploy", devices=("0",)).argv
+
+
+def test_lmdeploy_on_a_cpu_does_not_ask_cuda_for_a_batch_size() -> None:
+    found = command("lmdeploy")
+    assert flags(found)["--max-batch-size"] == "8"
+    assert "--disable-metrics" in found.argv
+    assert (
+        not {"--max-batch-size", "--disable-metrics"}
+        & flags(command("lmdeploy", devices=("0",))).keys()
+    )
 
 
 def test_the_embedded_server_gets_what_it_knows() -> None:

@@ -153,12 +153,12 @@ async def test_texts_fill_the_third_field(client: httpx.AsyncClient) -> None:
 async def test_longest_allowed_sequence_is_scored_and_one_more_is_not(
     client: httpx.AsyncClient,
 ) -> None:
-    meta = await _meta(client, **_body([3] * 2042, logprob_start_len=2040))
-    answer = await client.post("/generate", json=_body([3] * 2043))
+    meta = await _meta(client, **_body([3] * 2041, logprob_start_len=2039))
+    answer = await client.post("/generate", json=_body([3] * 2042))
 
     assert len(meta["input_token_logprobs"]) == 2
     assert answer.status_code == 400
-    assert "exceeds the maximum allowed length (2042 tokens)" in answer.json()["error"]["message"]
+    assert "exceeds the maximum allowed length (2041 tokens)" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ async def test_info_names_the_model_and_its_limits(client: httpx.AsyncClient, pa
 
     expected = {"served_model_name": "teacher", "vocab_size": 97, "context_length": 2048}
     assert info.items() >= expected.items()
-    assert info["max_req_input_len"] == 2042
+    assert info["max_req_input_len"] == 2041
     assert info["dtype"] == "float32"
     assert info["is_generation"] is True
     assert info["weight_version"] == "default"

@@ -183,5 +183,5 @@ def test_facts_describe_the_checkpoint(teacher_model: TeacherModel, tiny_model_d
 
     assert facts.vocab_size == config["vocab_size"] == 97
     assert facts.context_length == 2048
-    assert facts.max_input_length == 2042
+    assert facts.max_input_length == 2041
     assert facts.architectures == ("Qwen3ForCausalLM",)

@@ -15,8 +15,13 @@ import pytest
 from opd_core.config import Backend, OPDTeacherConfig
 from opd_core.errors import ServingError
 from opd_core.lifecycle.ports import reserve_ports
-from opd_core.scoring.client import TeacherFacts
-from opd_core.serving.readiness import prove_teacher, read_model_info, wait_until_healthy
+from opd_core.scoring.facts import TeacherFacts
+from opd_core.serving.readiness import (
+    context_length,
+    prove_teacher,
+    read_model_info,
+    wait_until_healthy,
+)
 
 Answer = tuple[int, Any]
 Answerer = Callable[["Request"], Answer]
@@ -200,18 +205,30 @@ def by_path(answers: dict[str, Answer]) -> Answerer:
 
 
 def test_the_model_is_asked_for_at_its_path() -> None:
-    with serving(by_path({"/model_info": (200, {"vocab_size": 97})})) as server:
-        assert read_model_info(server.endpoint, "sglang", None) == {"vocab_size": 97}
+    told = {"vocab_size": 97, "context_length": 64}
+    with serving(by_path({"/model_info": (200, told)})) as server:
+        assert read_model_info(server.endpoint, "sglang", None) == told
         assert server.paths == ["/model_info"]
         assert "authorization" not in server.asked[0].headers
 
 
 @pytest.mark.parametrize("missing", [(404, b""), (200, b"no json"), (200, [1]), (500, {"a": 1})])
 def test_an_older_server_is_asked_under_the_older_name(missing: Answer) -> None:
-    answers = {"/model_info": missing, "/get_model_info": (200, {"model_path": "/m"})}
+    older = {"model_path": "/m", "context_length": 64}
+    answers = {"/model_info": missing, "/get_model_info": (200, older)}
     with serving(by_path(answers)) as server:
-        assert read_model_info(server.endpoint, "embedded", None) == {"model_path": "/m"}
+        info = read_model_info(server.endpoint, "embedded", None)
         assert server.paths == ["/model_info", "/get_model_info"]
+    assert info["model_path"] == "/m"
+    assert context_length(info) == 64
+
+
+def test_a_context_length_that_only_the_list_of_models_tells_is_found() -> None:
+    listed = {"object": "list", "data": [{"id": "teacher", "max_model_len": 256}]}
+    answers = {"/model_info": (200, {"model_path": "/m", "id": "m"}), "/v1/models": (200, listed)}
+    with serving(by_path(answers)) as server:
+        info = read_model_info(server.endpoint, "sglang", None)
+    assert (info["model_path"], info["id"], context_length(info)) == ("/m", "m", 256)
 
 
 def test_lmdeploys_list_of_models_gives_its_one_model() -> None:
@@ -253,20 +270,20 @@ def scores(offset_of_a_later_start: float) -> Answerer:
     return answer
 
 
-def prove(*servers: TinyServer, tolerance: float = 1e-3) -> Any:
+def prove(*servers: TinyServer) -> Any:
     teacher = OPDTeacherConfig.model_validate(
         {"name": "teacher", "replicas": [{"endpoint": server.endpoint} for server in servers]}
     )
     facts = TeacherFacts(vocab_size=97)
-    return prove_teacher(teacher, facts, "sk-1", [[5, 6, 7, 8], [9, 10, 11]], tolerance)
+    return prove_teacher(teacher, facts, "sk-1", [[5, 6, 7, 8], [9, 10, 11]], "float32")
 
 
 def test_a_teacher_is_proven_on_all_its_replicas() -> None:
     with serving(scores(0.0)) as one, serving(scores(0.0)) as other:
         proof = prove(one, other)
-        assert len(one.asked) == len(other.asked) == 4
+        assert len(one.asked) == len(other.asked) > 4
         assert one.asked[0].headers["authorization"] == "Bearer sk-1"
-    assert (proof.tokens, proof.largest_difference) == (2 * (3 + 2), 0.0)
+    assert (proof.tokens, proof.spread) == (2 * (3 + 2), 0.0)
     assert proof.mean_logprob == -(1 + 2 + 3 + 1 + 2) / 5
 
 
@@ -282,6 +299,6 @@ def test_a_teacher_that_scores_differently_from_a_later_start_is_refused() -> No
 def test_a_teacher_that_is_up_but_does_not_score_is_refused() -> None:
     with (
         serving(in_turn((401, {"error": "Unauthorized"}))) as server,
-        pytest.raises(ServingError, match=r"does not score: .*HTTP 401: Unauthorized"),
+        pytest.raises(ServingError, match=r"does not score .*HTTP 401: Unauthorized"),
     ):
         prove(server)

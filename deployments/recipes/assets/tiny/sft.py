@@ -1,4 +1,4 @@
-"""Supervised training of one tiny model, and the measurements of the finished pair.
+"""Supervised training of one tiny model, and the measurements of a finished pair.
 
 Everything runs on one CPU thread in fp32 with fixed seeds: the same torch build on the same
 kind of processor gives the same bits.
@@ -169,3 +169,8 @@ def save(model: Qwen3ForCausalLM, folder: Path) -> None:
     """Write config.json, generation_config.json and model.safetensors into the folder."""
     disable_progress_bar()
     model.save_pretrained(folder)
+
+
+def load(folder: Path) -> Qwen3ForCausalLM:
+    """What `save` wrote, ready to answer."""
+    return Qwen3ForCausalLM.from_pretrained(folder, local_files_only=True).eval()

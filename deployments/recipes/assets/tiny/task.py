@@ -14,7 +14,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-DATA_SOURCE = "chain_sum"
+OPERATORS_OF = {"chain_sum": "+-", "chain_add": "+", "chain_sub": "-"}
+"""The data sources, and the operators that occur in each."""
+
 TERMS = (2, 3, 4)
 TERM_WEIGHTS = (1, 12, 12)  # only 200 two-term expressions exist
 HELD_OUT_SHARE = 10  # one expression in ten is held out
@@ -25,19 +27,22 @@ _FINAL_ANSWER = re.compile(r"(?:^|;)=(-?[0-9]+)$")
 
 @dataclass(frozen=True)
 class SftRecipe:
-    """How one model is trained: its corpus (seed, share of wrong steps, size) and its optimizer."""
+    """How one model is trained: its corpus (seed, share of wrong steps, size) and its optimizer.
+
+    `mistake_rate` is one share for all steps, or one for each operator: `{"+": 0.0, "-": 0.5}`.
+    """
 
     seed: int
-    mistake_rate: float
+    mistake_rate: float | Mapping[str, float]
     steps: int
     batch_size: int
     learning_rate: float
 
 
-def draw_expression(rng: random.Random, terms: int) -> str:
+def draw_expression(rng: random.Random, terms: int, operators: str = "+-") -> str:
     """One random expression of `terms` digits from 0 to 9, for instance `9-4+3`."""
     digits = [str(rng.randrange(10)) for _ in range(terms)]
-    return digits[0] + "".join(rng.choice("+-") + digit for digit in digits[1:])
+    return digits[0] + "".join(rng.choice(operators) + digit for digit in digits[1:])
 
 
 def prompt_of(expression: str) -> str:
@@ -50,18 +55,21 @@ def answer_of(expression: str) -> str:
     return str(sum(int(term) for term in re.findall(r"[+-]?[0-9]", expression)))
 
 
-def solution(expression: str, *, mistake_rate: float = 0.0, rng: random.Random) -> str:
+def solution(
+    expression: str, *, mistake_rate: float | Mapping[str, float] = 0.0, rng: random.Random
+) -> str:
     """The worked response to `expression`.
 
-    With probability `mistake_rate` a step's result is off by one or two; the following
-    steps go on from the wrong result, so the mistake reaches the answer. A rate of 0 draws
-    nothing from `rng`.
+    With probability `mistake_rate` (of the step's operator, if it is a mapping) a step's result is
+    off by one or two; the following steps go on from the wrong result, so the mistake reaches the
+    answer. A rate of 0 draws nothing from `rng`.
     """
     running = int(expression[0])
     steps = []
     for operator, digit in zip(expression[1::2], expression[2::2], strict=True):
         result = running + int(digit) if operator == "+" else running - int(digit)
-        if mistake_rate > 0 and rng.random() < mistake_rate:
+        rate = mistake_rate[operator] if isinstance(mistake_rate, Mapping) else mistake_rate
+        if rate > 0 and rng.random() < rate:
             result += rng.choice(_SLIPS)
         steps.append(f"{running}{operator}{digit}={result};")
         running = result
@@ -85,14 +93,14 @@ def is_held_out(expression: str) -> bool:
 
 
 def distinct_expressions(
-    rng: random.Random, counts: Mapping[int, int], *, held_out: bool
+    rng: random.Random, counts: Mapping[int, int], *, held_out: bool, operators: str = "+-"
 ) -> list[str]:
     """Distinct expressions of one side of the split, `counts[terms]` of each length, shuffled."""
     chosen: list[str] = []
     for terms, count in counts.items():
         unique: dict[str, None] = {}
         while len(unique) < count:
-            expression = draw_expression(rng, terms)
+            expression = draw_expression(rng, terms, operators)
             if is_held_out(expression) == held_out:
                 unique[expression] = None
         chosen.extend(unique)
