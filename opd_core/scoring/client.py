@@ -108,8 +108,6 @@ class TeacherLogprobClient:
     ) -> None:
         self.teacher = teacher
         self.facts = facts
-        self.answers = 0
-        """Good answers so far."""
         self._current_facts = current_facts or (lambda: facts)
         self.replicas = Replicas(
             teacher.name,
@@ -272,8 +270,6 @@ class TeacherLogprobClient:
         latency_s = time.monotonic() - sent
         slot.answered(latency_s)
         self._latencies.append(latency_s)
-        self.replicas.answered(replica)
-        self.answers += 1
         return Score(
             answer.logprobs,
             request.attempts + 1,
@@ -313,8 +309,9 @@ class TeacherLogprobClient:
     ) -> Answer:
         body = request_body(replica.backend, token_ids, start)
         try:
-            async with asyncio.timeout(limit_s):
-                response = await self._http.post(_generate_url(replica.endpoint), content=body)
+            with replica.asked():
+                async with asyncio.timeout(limit_s):
+                    response = await self._http.post(_generate_url(replica.endpoint), content=body)
         except TimeoutError:
             raise TeacherTransient(f"no whole answer within {limit_s:.4g} s", "timeout") from None
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -327,8 +324,11 @@ class TeacherLogprobClient:
             raise error_of_status(response.status_code, response.content, retry_after)
         asked = (replica.backend, response.content, token_ids, start, self.facts.vocab_size)
         if len(response.content) > LONG_ANSWER_BYTES:
-            return await asyncio.to_thread(parse_answer, *asked)
-        return parse_answer(*asked)
+            answer = await asyncio.to_thread(parse_answer, *asked)
+        else:
+            answer = parse_answer(*asked)
+        replica.answered()
+        return answer
 
     async def _knock(self, replica: Replica) -> None:
         """Whether the replica scores, and as it did when it was first proven."""

@@ -179,8 +179,8 @@ def _check_alone(
     gap = observed.worst
     if gap.nats > limit:
         raise ServingError(
-            f"{who}: sequence {gap.sequence} {gap.how} differs by {gap.nats:.3g} nats "
-            f"(tolerance {limit:g}): its prefix handling, its batching or its logprobs mode is wrong"
+            f"{who}: sequence {gap.sequence} {gap.how} differs by {gap.nats:.3g} nats (tolerance "
+            f"{limit:g}): its prefix handling, its batching or its logprobs mode is wrong"
         )
 
 

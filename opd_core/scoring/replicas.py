@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from opd_core.config import Backend, ReplicaConfig
@@ -27,7 +28,9 @@ AWAY_AFTER = 5
 @dataclass(slots=True, eq=False)
 class Replica:
     """One server. ``away`` says why it is not asked; empty while it is. ``changed`` counts how
-    often its canaries came back with other numbers."""
+    often its canaries came back with other numbers. ``progress_at`` is when its last good answer
+    came or, if none has come since, when the first of the requests ``in_flight`` was sent (seconds
+    since the epoch)."""
 
     number: int
     backend: Backend
@@ -35,6 +38,24 @@ class Replica:
     away: str = ""
     failures: int = 0
     changed: int = 0
+    in_flight: int = 0
+    progress_at: float = 0.0
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Count one request while it is in flight."""
+        if not self.in_flight:
+            self.progress_at = time.time()
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def answered(self) -> None:
+        """It gave a good answer."""
+        self.failures = 0
+        self.progress_at = time.time()
 
 
 class Replicas:
@@ -73,10 +94,6 @@ class Replicas:
         count = len(self.all)
         in_turn = (self.all[(turn + step) % count] for step in range(1 if only else count))
         return next((replica for replica in in_turn if not replica.away), None)
-
-    def answered(self, replica: Replica) -> None:
-        """It gave a good answer."""
-        replica.failures = 0
 
     def failed(self, replica: Replica, why: str) -> None:
         """It failed once; too often in a row, and it is away."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
@@ -47,7 +48,8 @@ class _NoParking:
 class TeacherRouter:
     """Fills ``teacher_logprobs`` of rollouts. Use as an async context manager.
 
-    ``publish`` is told how scoring goes: at every change, and every few seconds meanwhile.
+    ``publish`` is told how scoring goes: whenever a replica goes or comes back, and every few
+    seconds.
     """
 
     def __init__(
@@ -64,11 +66,8 @@ class TeacherRouter:
         self._parking = parking or _NoParking()
         self._stores = stores or {}
         self._publish = publish
-        self._told_at = -TELL_EVERY_S
         budget = opd.failure_budget
         self._budgets = {name: FailureBudget(budget.ratio, budget.window) for name in clients}
-        self._asked = dict.fromkeys(clients, 0)
-        self._progress_at = dict.fromkeys(clients, time.time())
         self._exit = AsyncExitStack()
 
     @classmethod
@@ -105,6 +104,8 @@ class TeacherRouter:
     async def __aenter__(self) -> Self:
         for client in self._clients.values():
             await self._exit.enter_async_context(client)
+        telling = asyncio.create_task(self._tell_forever())
+        self._exit.callback(telling.cancel)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -158,39 +159,39 @@ class TeacherRouter:
 
     def tell(self) -> None:
         """Publish the state now."""
-        self._told_at = time.monotonic()
         self._publish(
             {
                 name: ScoringState(
-                    self._asked[name],
-                    self._progress_at[name],
-                    tuple(ReplicaState(r.away, r.changed) for r in client.replicas.all),
+                    time.time(),
+                    tuple(
+                        ReplicaState(r.away, r.changed, r.in_flight, r.progress_at)
+                        for r in client.replicas.all
+                    ),
                 )
                 for name, client in self._clients.items()
             }
         )
 
+    async def _tell_forever(self) -> None:
+        while True:
+            self.tell()
+            await asyncio.sleep(TELL_EVERY_S)
+
     async def _ask(self, name: str, rollout: RolloutState) -> RolloutState:
-        client = self._clients[name]
-        self._in_flight(name, +1)
-        try:
-            with self._parking.spot(rollout) as spot:
-                try:
-                    score = await client.score(
-                        rollout.prompt.token_ids,
-                        rollout.response_ids,
-                        group_id=rollout.group_id,
-                        on_away=spot.park,
-                    )
-                except TeacherAway:
-                    raise
-                except ScoringError as error:
-                    self._count_failure(name, error)
-                    return rollout.failed(error.cause, str(error))
-        finally:
-            self._in_flight(name, -1)
+        with self._parking.spot(rollout) as spot:
+            try:
+                score = await self._clients[name].score(
+                    rollout.prompt.token_ids,
+                    rollout.response_ids,
+                    group_id=rollout.group_id,
+                    on_away=spot.park,
+                )
+            except TeacherAway:
+                raise
+            except ScoringError as error:
+                self._count_failure(name, error)
+                return rollout.failed(error.cause, str(error))
         self._budgets[name].spend(failed=False)
-        self._progress_at[name] = time.time()
         return replace(
             rollout,
             teacher_logprobs=score.teacher_logprobs,
@@ -207,14 +208,6 @@ class TeacherRouter:
                 f"more than {budget.ratio:.0%} of the last {budget.window} rollouts failed "
                 f"(opd.failure_budget); last: {error}"
             )
-
-    def _in_flight(self, name: str, change: int) -> None:
-        started = change > 0 and self._asked[name] == 0
-        self._asked[name] += change
-        if started:
-            self._progress_at[name] = time.time()
-        if started or time.monotonic() - self._told_at >= TELL_EVERY_S or not self._asked[name]:
-            self.tell()
 
     def _believed(self, group: Group, doubts: Mapping[str, str]) -> Group:
         name = self._opd.teacher_of(group.prompt.data_source)

@@ -14,15 +14,15 @@ class ReplicaState:
 
     away: str = ""
     changed: int = 0
+    in_flight: int = 0
+    progress_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringState:
-    """One teacher: requests in flight, and when the last good answer came or, if none has come
-    since, when the first of these requests was sent (seconds since the epoch)."""
+    """One teacher as it was at ``told_at``, in seconds since the epoch."""
 
-    in_flight: int
-    progress_at: float
+    told_at: float
     replicas: tuple[ReplicaState, ...]
 
 

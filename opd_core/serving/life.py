@@ -12,7 +12,7 @@ import time
 import httpx
 
 from opd_core.config import Backend
-from opd_core.scoring.state import ScoringState
+from opd_core.scoring.state import ReplicaState, ScoringState
 from opd_core.serving.readiness import HEALTH_PATH, PROBE_TIMEOUT_S
 
 PROBE_EVERY_S = 5.0
@@ -64,18 +64,16 @@ class Diagnosis:
 
     def __call__(self, now: float, healthy_at: float, state: ScoringState | None) -> str:
         """Why the server has to be started again, or "". Times are seconds since the epoch."""
-        silent_s = now - max(healthy_at, state.progress_at if state else 0.0)
+        seen = state.replicas[self._replica] if state else ReplicaState()
+        silent_s = now - max(healthy_at, seen.progress_at)
         if silent_s > self._limit_s:
             return f"hangs: no sign of life for {silent_s:.0f} s"
-        if state is None:
-            return ""
-        seen = state.replicas[self._replica]
         if seen.changed > self._changed_before:
             return f"has changed: {seen.away or 'its canaries gave other numbers'}"
         if not seen.away:
             self._away_since = None
-            waiting_s = now - state.progress_at
-            if state.in_flight and waiting_s > self._limit_s:
+            waiting_s = (state.told_at if state else 0.0) - seen.progress_at
+            if seen.in_flight and waiting_s > self._limit_s:
                 return f"hangs: no answer for {waiting_s:.0f} s, though its health says ok"
             return ""
         self._away_since = self._away_since or now

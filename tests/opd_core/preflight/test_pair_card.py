@@ -355,7 +355,7 @@ def test_a_context_that_is_too_short_is_an_error_of_its_owner(place: Path) -> No
     edit(place / "teacher" / "config.json", max_position_embeddings=54)
     report = checked(recipe(place))
     assert levels(report.cards[0]) == {"context": "error"}
-    assert "teacher 't': its context of 53 tokens is too short" in report.problems[0]
+    assert "teacher 't': its context of 54 tokens is too short" in report.problems[0]
     edit(place / "teacher" / "config.json", max_position_embeddings=55)
     assert the_card(place).ok
     edit(place / "student" / "config.json", max_position_embeddings=47)
@@ -378,7 +378,7 @@ def test_a_teachers_context_is_checked_beside_a_student_that_cannot_be_read(plac
     report = checked(recipe(place))
     assert [row.item for row in report.cards[0].rows] == ["context"]
     assert report.cards[0].rows[0].student == "unknown of 48 needed"
-    assert "its context of 53 tokens is too short" in report.problems[1]
+    assert "its context of 54 tokens is too short" in report.problems[1]
 
 
 def test_sampling_that_is_not_the_plain_policy_is_an_error() -> None:

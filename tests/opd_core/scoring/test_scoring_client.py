@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from opd_core.config import OPDTeacherConfig
 from opd_core.errors import ConfigError, ScoringError, TeacherAnswerError, TeacherRefused
-from opd_core.scoring.client import TeacherFacts, TeacherLogprobClient
+from opd_core.scoring.client import TeacherLogprobClient
+from opd_core.scoring.facts import TeacherFacts
 
 TrueLogprobs = Callable[[Sequence[int], int], tuple[float, ...]]
 PROMPT, RESPONSE = [3, 4, 5], [6, 7, 8, 9]

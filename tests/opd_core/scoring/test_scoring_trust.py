@@ -286,9 +286,17 @@ async def test_the_state_tells_what_is_in_flight_and_who_is_away(
 ) -> None:
     told: list[dict[str, ScoringState]] = []
     router = route(publish=told.append, away_limit_s=0)
+
+    async def look(_: object) -> int:
+        router.tell()
+        return 200
+
+    fake.script.append(look)
     await router.score(make_rollout())
-    assert [states["big"].in_flight for states in told] == [1, 0]
-    assert told[1]["big"].progress_at >= told[0]["big"].progress_at
+    router.tell()
+    (during,), (after,) = (states["big"].replicas for states in told)
+    assert (during.in_flight, after.in_flight) == (1, 0)
+    assert after.progress_at >= during.progress_at > 0
     fake.down.add("one")
     with pytest.raises(TeacherAway):
         await router.score(make_rollout())

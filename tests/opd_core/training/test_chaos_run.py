@@ -31,7 +31,7 @@ from opd_core.errors import TeacherAway
 from opd_core.lifecycle.ports import reserve_ports
 from opd_core.rollout import Group
 from opd_core.sampling.transformers_engine import TransformersEngine
-from opd_core.scoring.client import TeacherFacts
+from opd_core.scoring.facts import TeacherFacts
 from opd_core.scoring.routing import TeacherRouter
 from opd_core.serving.readiness import prove_teacher, wait_until_healthy
 from opd_core.training import models

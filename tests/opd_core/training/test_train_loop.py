@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,7 +19,7 @@ from opd_core.config import ExperimentConfig
 from opd_core.errors import SurvivorError, TeacherAway
 from opd_core.lifecycle.ports import reserve_ports
 from opd_core.sampling.transformers_engine import TransformersEngine
-from opd_core.scoring.client import TeacherFacts
+from opd_core.scoring.facts import TeacherFacts, facts_to_json
 from opd_core.serving.readiness import wait_until_healthy
 from opd_core.tracking.journal import JournalReader
 from opd_core.training import models
@@ -111,8 +111,8 @@ async def train(config: ExperimentConfig, run_dir: Path) -> TrainOutcome:
     )
     learner = LocalLearner(Learner(trained, tokenizer, config.training, config.opd))
     run_dir.mkdir(exist_ok=True)
-    facts = {"teacher": asdict(TeacherFacts(20, 128))}
-    (run_dir / TEACHERS_FILE).write_text(json.dumps(facts))
+    facts = {"teacher": TeacherFacts(20, 128, fingerprint="random-2")}
+    (run_dir / TEACHERS_FILE).write_text(facts_to_json(facts))
     async with AsyncExitStack() as exits:
         loop, _ = await build_loop(config, run_dir, sampler, learner, exits, {})
         return await loop.run()
@@ -142,6 +142,32 @@ async def test_pure_opd_needs_no_judge_and_logs_every_step(
     ]
     assert sum(shares) == pytest.approx(1.0)
     assert AutoModelForCausalLM.from_pretrained(outcome.student_path).config.vocab_size == 20
+
+
+async def test_with_a_store_no_score_is_paid_for_twice(
+    student_dir: Path, teacher_dir: Path, data: Path, teacher_url: str, tmp_path: Path
+) -> None:
+    def scored() -> int:
+        return int(httpx.get(f"{teacher_url}/server_info", trust_env=False).json()["sequences"])
+
+    store = {"score_store": str(tmp_path / "scores")}
+    teacher = {
+        "endpoint": teacher_url,
+        "backend": "embedded",
+        "launch": {"model": str(teacher_dir)},
+    }
+    teacher |= {"name": "teacher", "canary_every": 1}
+    config = config_of(student_dir, data, teacher_url, opd={"teachers": [teacher], **store})
+    before = scored()
+    await train(config, tmp_path / "first")
+    paid = scored()
+    await train(config, tmp_path / "again")
+    canaries = 2  # one a train step
+    assert paid - before == 8 + canaries
+    assert scored() - paid == canaries
+    first, again = (journal(tmp_path / run) for run in ("first", "again"))
+    for one, other in zip(first, again, strict=True):
+        assert one["metrics"]["opd_reverse_kl"] == other["metrics"]["opd_reverse_kl"]
 
 
 async def test_teacher_logprobs_in_training_are_the_teachers_own(
