@@ -16,10 +16,12 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.context import get_run_context
 from prefect.exceptions import MissingContextError
+from pydantic import SecretStr
 
 from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.errors import PreflightError
 from opd_core.preflight import PairCard, PreflightReport, run_preflight
+from opd_core.scoring.asking import checked_key
 from opd_core.training.files import CONFIG_FILE, write_whole
 from tasks.cards import card_table, cards_markdown, summary_line, write_cards
 from tasks.console import CONSOLE, TERMINAL, announce, logger, warn
@@ -103,11 +105,16 @@ def show_cards(
 def resolve_key(teacher: OPDTeacherConfig) -> str | None:
     """The teacher's API key from where its reference says it is kept.
 
-    Raises :class:`PreflightError` if it is not there.
+    Raises :class:`PreflightError` if it is not there, :class:`~opd_core.errors.ConfigError` if no
+    HTTP header can carry it.
     """
     if teacher.api_key is None:
         return None
-    reference = teacher.api_key.get_secret_value()
+    return checked_key(teacher.name, _find_key(teacher, teacher.api_key))
+
+
+def _find_key(teacher: OPDTeacherConfig, api_key: SecretStr) -> str:
+    reference = api_key.get_secret_value()
     kind, _, name = reference.partition(":")
     who = f"teacher {teacher.name!r}: api_key {reference!r}"
     if kind == "env":

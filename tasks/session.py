@@ -42,7 +42,7 @@ class Cluster:
     """Where the Jobs API answers; ``owned`` is a head that this run started, with its temp dir."""
 
     address: str
-    token: str | None
+    token: str | None = field(repr=False)
     owned: bool
     temp_dir: Path | None = None
 
@@ -54,7 +54,7 @@ class Session:
     run: RunRecord
     checked: PreflightReport
     supervisor: Supervisor
-    keys: dict[str, str]
+    keys: dict[str, str] = field(repr=False)
     cluster: Cluster = Cluster("", None, owned=False)
     job: StudentJob | None = None
     teacher_facts: dict[str, TeacherFacts] = field(default_factory=dict)

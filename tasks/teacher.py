@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +19,7 @@ from opd_core.lifecycle.ports import port_is_free, reserve_ports
 from opd_core.scoring.facts import TeacherFacts, facts_to_json
 from opd_core.scoring.proof import ScoringProof
 from opd_core.serving.child import child_name, teacher_child
-from opd_core.serving.commands import HOST, START_RACE
+from opd_core.serving.commands import HOST, START_RACE, uses_gpu
 from opd_core.serving.readiness import (
     context_length,
     prove_again,
@@ -33,6 +35,8 @@ from tasks.session import Session
 
 TELL_EVERY_S = 30.0
 EXTERNAL_LIMIT_S = 30.0
+SERVED_BY = {"dtype", "tp_size", "extra_args", "env", "python"}
+"""Settings of a launch that may change a frozen model's numbers."""
 
 
 @task(name="start teachers", cache_policy=NO_CACHE)
@@ -91,7 +95,7 @@ def restart_replica(
         session.still_alive(child)
 
     try:
-        seconds = _wait(endpoint, config, in_vain)
+        seconds = _wait(endpoint, config, in_vain, session.keys.get(teacher.name))
     except ServingError:
         if session.child_exit(child) is None:
             raise
@@ -123,30 +127,40 @@ def _start_again(
     return _launch(session, teacher, number, config, port if free else None)
 
 
-def _await_start(session: Session, teacher: OPDTeacherConfig, number: int) -> float:
-    """Wait until a replica is healthy. One that lost a known race of its own start is started
-    again, at its port."""
-    config = teacher.all_replicas[number]
-    endpoint, race = str(config.endpoint), START_RACE.get(config.backend, "")
+def _await_start(session: Session, config: ReplicaConfig, api_key: str | None) -> float:
+    """Wait until a replica is healthy. If any of them dies meanwhile of a known race of its own
+    start, it is started again, at its port."""
     while True:
         try:
-            return _wait(endpoint, config, session.still_alive)
-        except ServingError as error:
-            if config.launch is None or not race or race not in str(error):
+            return _wait(str(config.endpoint), config, session.still_alive, api_key)
+        except ServingError:
+            if not _raced(session):
                 raise
-            again = _start_again(session, teacher, number, endpoint, f"did not start ({race})")
-            if again != endpoint:  # somebody else has its port now
-                raise
+
+
+def _raced(session: Session) -> bool:
+    """Whether a server lost a race of its own start; it is then on its way again."""
+    opd = session.run.config.opd
+    for teacher in opd.teachers if opd else ():
+        for number, config in enumerate(teacher.all_replicas):
+            child, race = child_name(teacher.name, number), START_RACE.get(config.backend)
+            if config.launch is None or race is None or session.child_exit(child) is None:
+                continue
+            endpoint, why = str(config.endpoint), f"did not start ({race})"
+            if race in log_tail(session.run.log(child)):
+                # Somebody else may have its port by now: then it is lost.
+                return _start_again(session, teacher, number, endpoint, why) == endpoint
+    return False
 
 
 def _await_teacher(session: Session, teacher: OPDTeacherConfig) -> TeacherFacts:
     key = session.keys.get(teacher.name)
-    info: dict[str, Any] = {}
-    for number, config in enumerate(teacher.all_replicas):
-        seconds = _await_start(session, teacher, number)
-        info = read_model_info(str(config.endpoint), config.backend, key)
+    told: list[dict[str, Any]] = []
+    for config in teacher.all_replicas:
+        seconds = _await_start(session, config, key)
+        told.append(read_model_info(str(config.endpoint), config.backend, key))
         announce(f"teacher {teacher.name!r} is up at {config.endpoint} ({seconds:.0f} s)")
-    facts = _facts(session, teacher, info)
+    facts = _facts(session, teacher, told)
     sequences = session.checked.proof_sequences
     proof = prove_teacher(teacher, facts, key, sequences, _dtype(teacher))
     announce(_told(teacher, proof))
@@ -209,10 +223,16 @@ def _launch(
     return f"http://{HOST}:{port}"
 
 
-def _wait(endpoint: str, config: ReplicaConfig, still_alive: Callable[[], None]) -> float:
+def _wait(
+    endpoint: str,
+    config: ReplicaConfig,
+    still_alive: Callable[[], None],
+    api_key: str | None,
+) -> float:
     return wait_until_healthy(
         endpoint,
         config.backend,
+        api_key=api_key,
         limit_s=config.launch.startup_limit_s if config.launch else EXTERNAL_LIMIT_S,
         still_alive=still_alive,
         waiting=_patiently(endpoint),
@@ -232,20 +252,22 @@ def _patiently(endpoint: str) -> Callable[[float, str], None]:
     return waiting
 
 
-def _facts(session: Session, teacher: OPDTeacherConfig, info: dict[str, Any]) -> TeacherFacts:
-    """Of a launched teacher from its model's files; of an external one from what it says."""
+def _facts(
+    session: Session, teacher: OPDTeacherConfig, told: Sequence[dict[str, Any]]
+) -> TeacherFacts:
+    """Of a launched teacher from its model's files; of an external one from what its servers say,
+    the least of them."""
     known = session.checked.teachers.get(teacher.name)
     if known is not None:
         named = (r.launch.context_length for r in teacher.all_replicas if r.launch)
         shortest = min(filter(None, named), default=known.context_length)
-        servers = sorted({f"{r.backend}-{_dtype(teacher)}" for r in teacher.all_replicas})
-        fingerprint = f"{known.fingerprint}-{'-'.join(servers)}"
+        fingerprint = f"{known.fingerprint}-{_how_it_is_served(teacher)}"
         return TeacherFacts(known.vocab_size, shortest, fingerprint=fingerprint)
     student = session.checked.student
     assert student is not None  # or the checks would have stopped the run
     # An id above the server's vocabulary can end it; the tokenizer's own ids are in any padded one.
-    vocab_size = int(info.get("vocab_size") or student.tokenizer_size)
-    context = context_length(info)
+    vocab_size = min(int(info.get("vocab_size") or student.tokenizer_size) for info in told)
+    context = min(filter(None, map(context_length, told)), default=0)
     config = session.run.config
     margin = max(CONTEXT_MARGIN[replica.backend] for replica in teacher.all_replicas)
     needed = config.data.max_prompt_tokens + config.sampling.max_new_tokens + margin
@@ -255,6 +277,16 @@ def _facts(session: Session, teacher: OPDTeacherConfig, info: dict[str, Any]) ->
             f"response + {margin} need {needed}"
         )
     return TeacherFacts(vocab_size, context)
+
+
+def _how_it_is_served(teacher: OPDTeacherConfig) -> str:
+    """Hash of all that may change a launched teacher's numbers besides its weights."""
+    replicas = [
+        (r.backend, uses_gpu(r.launch), r.launch.model_dump(mode="json", include=SERVED_BY))
+        for r in teacher.all_replicas
+        if r.launch
+    ]
+    return hashlib.sha256(json.dumps(replicas, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _dtype(teacher: OPDTeacherConfig) -> str:

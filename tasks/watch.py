@@ -78,6 +78,7 @@ class TeacherWatch:
                 watched.health.close()
                 restart_replica(self._session, watched.teacher, watched.number, why, still_alive)
                 watched.begin(self._session, state)
+                return  # minutes may have passed: the others are judged by what is true then
 
     def _illness(self, watched: _Watched, state: ScoringState | None) -> str:
         returncode = self._session.child_exit(watched.child)

@@ -73,7 +73,7 @@ class Collector:
                 self._on_group(group)
                 if group.status is Status.COMPLETED:
                     self._buffer.put(group)
-                elif group.status is not Status.FILTERED and group.cause != POISON:
+                elif group.status is not Status.FILTERED and not _holds_poison(group):
                     self._queue.give_back(group.prompt)
         return self._buffer.take(self._wanted), survivors
 
@@ -91,3 +91,8 @@ class Collector:
         self._next_id += count
         taken = self._queue.take(count)
         return [GroupRequest(first + i, prompt, tries) for i, (prompt, tries) in enumerate(taken)]
+
+
+def _holds_poison(group: Group) -> bool:
+    """Whether asking its prompt again may end another server."""
+    return any(rollout.cause == POISON for rollout in group.rollouts)

@@ -141,7 +141,10 @@ class OPDTeacherConfig(Frozen):
         "a launched one gets the time of its restart on top",
     )
     hang_limit_s: float = Field(
-        120.0, gt=0, description="No sign of life for so long: a launched server is restarted"
+        300.0,
+        gt=0,
+        description="No health, or requests in flight and not one answer, for so long: a launched "
+        "server is restarted. Keep it above the slowest answer",
     )
     canary_every: int = Field(
         1, ge=0, description="Train steps between scorings of known sequences; 0 is never"
@@ -288,6 +291,12 @@ class OPDConfig(Frozen):
                 f"score_store: teacher {external!r} has a server that this run does not launch, so "
                 "its weights are not known and its scores cannot be kept for other runs: launch "
                 "it, or write score_store: null"
+            )
+        idle = next((t.name for t in self.teachers if not t.canary_every), None)
+        if self.score_store is not None and idle is not None:
+            raise ValueError(
+                f"score_store: teacher {idle!r} has canary_every: 0, and only scores between two "
+                "right canaries are kept: write canary_every: 1, or score_store: null"
             )
         return self
 

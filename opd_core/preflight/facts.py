@@ -12,7 +12,8 @@ from typing import Any
 
 from opd_core.errors import PreflightError
 
-WHOLE_FILE_BYTES = 64 * 2**20
+BLOCK_BYTES, SAMPLED_BLOCKS = 2**20, 64
+WHOLE_FILE_BYTES = BLOCK_BYTES * SAMPLED_BLOCKS
 THINK_TAG = re.compile(r"<\|?/?(?:think|thinking|thought)\|?>|\[/?think\]", re.IGNORECASE)
 """The marks around a model's thoughts, as the common families write them."""
 
@@ -139,8 +140,8 @@ def fingerprint(files: list[Path]) -> str:
         with file.open("rb") as stream:
             if size <= WHOLE_FILE_BYTES:
                 digest.update(stream.read())
-            else:
-                digest.update(stream.read(2**20))
-                stream.seek(-(2**20), 2)
-                digest.update(stream.read())
+            else:  # a merged adapter changes layers throughout the file, and neither of its ends
+                for block in range(SAMPLED_BLOCKS):
+                    stream.seek(block * (size - BLOCK_BYTES) // (SAMPLED_BLOCKS - 1))
+                    digest.update(stream.read(BLOCK_BYTES))
     return digest.hexdigest()[:16]

@@ -8,11 +8,8 @@ teacher's time is over.
 from __future__ import annotations
 
 import asyncio
-import functools
-import math
 import random
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -21,33 +18,27 @@ import httpx
 
 from opd_core.config import CONTEXT_MARGIN, OPDTeacherConfig
 from opd_core.errors import (
-    ConfigError,
     ScoringError,
     TeacherAnswerError,
     TeacherAway,
     TeacherRefused,
     TeacherTransient,
 )
-from opd_core.scoring.facts import Canary, TeacherFacts
-from opd_core.scoring.hedging import first_good
+from opd_core.scoring.asking import Asker
+from opd_core.scoring.facts import SOME_SEQUENCE, TeacherFacts
+from opd_core.scoring.hedging import Tail, first_good
 from opd_core.scoring.limits import FlowLimit, Share, Slot
 from opd_core.scoring.prefix import PrefixOrder
 from opd_core.scoring.replicas import Replica, Replicas
 from opd_core.scoring.transport import PooledTransport
-from opd_core.scoring.wire import Answer, error_of_status, parse_answer, request_body
+from opd_core.scoring.wire import Answer
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_LIMIT_S = 30.0
-CONNECT_TIMEOUT_S = 10.0
-CANARY_TIMEOUT_S = 30.0
-LONG_ANSWER_BYTES = 2**20
-"""Longer answers (some 30k tokens) are read on a thread. Below, a thread stalls the event loop as
-long as reading it here: both hold the interpreter's lock."""
 ALONE_AFTER = 2
 """A request whose connection broke so often goes alone: it may be the one that ends servers."""
 SHARED_FROM = 32
 """Prompt tokens from which it is worth that a group's first request goes ahead."""
-LATENCIES_KEPT, LATENCIES_NEEDED = 256, 64
 OVERLOADED = frozenset({"timeout", "http_429", "http_500", "http_502", "http_503", "http_504"})
 POISON = "poison"
 """Cause of a request that was alone with the server every time that the connection broke."""
@@ -68,6 +59,15 @@ class Score:
     cached_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check of the canaries found: why this teacher's scores since the last one are not to
+    be believed (or ""), and whether every replica was asked and repeated its numbers."""
+
+    doubt: str
+    proven: bool
+
+
 @dataclass(slots=True)
 class _Request:
     """One sequence on its way to a score, over all its attempts."""
@@ -77,7 +77,6 @@ class _Request:
     turn: int
     deadline: float
     only: bool
-    on_away: Callable[[], None]
     attempts: int = 0
     broken: int = 0
     queue_s: float = 0.0
@@ -121,19 +120,12 @@ class TeacherLogprobClient:
         target_s = teacher.target_latency_s or teacher.request_timeout_s / 4
         self.limit = FlowLimit(share, adaptive=teacher.adaptive, target_latency_s=target_s)
         self._prefixes = PrefixOrder()
-        self._latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
+        self._tail = Tail()
         self._sleep = sleep
         self._jitter = random.Random(0)  # only spreads retries; results do not depend on it
-        headers = {"content-type": "application/json"}
-        if api_key:
-            headers["authorization"] = f"Bearer {_checked_key(teacher.name, api_key)}"
         # Canaries and hedges come on top of what the limit admits.
         transport = transport or PooledTransport(teacher.max_concurrency + len(self.replicas.all))
-        # The attempt as a whole is bounded by request_timeout_s: httpx's own limits are per read.
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.AsyncClient(
-            headers=headers, timeout=timeout, trust_env=False, transport=transport
-        )
+        self._asker = Asker(teacher.name, api_key, transport)
 
     async def __aenter__(self) -> Self:
         return self
@@ -144,7 +136,7 @@ class TeacherLogprobClient:
     async def aclose(self) -> None:
         """Close the connections."""
         await self.replicas.aclose()
-        await self._http.aclose()
+        await self._asker.aclose()
 
     async def score(
         self,
@@ -168,12 +160,9 @@ class TeacherLogprobClient:
             return await self.score_from(ids, start, group_id, on_away=on_away)
         await self._prefixes.wait(group_id)
         with self._prefixes.ahead(group_id) as let_others_go:
-
-            def away() -> None:
-                let_others_go()
-                on_away()
-
-            return await self.score_from(ids, start, group_id, on_away=away)
+            return await self.score_from(
+                ids, start, group_id, on_away=on_away, after_first_try=let_others_go
+            )
 
     async def score_from(
         self,
@@ -183,14 +172,15 @@ class TeacherLogprobClient:
         *,
         failover: bool = True,
         on_away: Callable[[], None] = lambda: None,
+        after_first_try: Callable[[], None] = lambda: None,
     ) -> Score:
-        """Logprobs of ``token_ids[start + 1:]``; errors as in :meth:`score`.
+        """Logprobs of ``token_ids[start + 1:]``; errors and ``on_away`` as in :meth:`score`.
 
         Without ``failover`` only the replica number ``group_id`` is asked.
         """
         self._check_sendable(token_ids, start)
         deadline = time.monotonic() + self._total_deadline_s()
-        request = _Request(token_ids, start, group_id, deadline, not failover, on_away)
+        request = _Request(token_ids, start, group_id, deadline, not failover)
         while True:
             waits_from, pause = time.monotonic(), 0.0
             async with self.limit.slot(len(token_ids), alone=request.alone) as slot:
@@ -202,6 +192,7 @@ class TeacherLogprobClient:
                     if isinstance(result, Score):
                         return result
                     pause = result
+            after_first_try()
             if replica is None:
                 if request.only:
                     away = self.replicas.all[request.turn % len(self.replicas.all)].away
@@ -214,35 +205,45 @@ class TeacherLogprobClient:
 
     @property
     def away_limit_s(self) -> float:
-        """How long the teacher is waited for: a launched one may have to start again."""
+        """How long the teacher is waited for. Launched servers get the time in which the flow
+        notices and starts them again, one after the other; it ends the run if it cannot."""
         launches = [r.launch.startup_limit_s for r in self.teacher.all_replicas if r.launch]
-        return self.teacher.away_limit_s + max(launches, default=0.0)
+        restarts_s = sum(self.teacher.hang_limit_s + limit_s for limit_s in launches)
+        return self.teacher.away_limit_s + 2 * restarts_s
 
     def suspend(self, why: str) -> None:
         """Ask nobody any more until the canaries are right again."""
         for replica in self.replicas.all:
             self.replicas.lose(replica, why)
 
-    async def check_canaries(self) -> str:
+    async def check_canaries(self) -> Verdict:
         """Score the known sequences again on every replica that is not away.
 
-        Returns why numbers of this teacher are not to be believed any more, or "". A replica that
-        fails is away afterwards; one that only cannot be reached casts no doubt on its numbers.
+        A replica that gives other numbers is away afterwards, and what it scored since the last
+        check is in doubt; so it is if a knock finds that. One that has died or cannot be reached
+        is not: a crash is no lie.
         """
         present = [replica for replica in self.replicas.all if not replica.away]
-        doubts = await asyncio.gather(*(self._check_replica(replica) for replica in present))
-        return "; ".join(filter(None, doubts))
+        repeated = await asyncio.gather(*(self._check_replica(replica) for replica in present))
+        doubts = [(replica.endpoint, replica.take_doubt()) for replica in self.replicas.all]
+        return Verdict(
+            "; ".join(f"{endpoint}: {doubt}" for endpoint, doubt in doubts if doubt),
+            proven=len(present) == len(self.replicas.all) and all(repeated),
+        )
 
-    async def _check_replica(self, replica: Replica) -> str:
+    async def _check_replica(self, replica: Replica) -> bool:
         try:
             await self.repeat_canaries(replica)
         except TeacherAnswerError as error:
-            replica.changed += 1
+            replica.doubted(str(error))
             self.replicas.lose(replica, str(error))
-            return f"{replica.endpoint}: {error}"
-        except ScoringError as error:
+        except TeacherAway as error:
             self.replicas.lose(replica, str(error))
-        return ""
+        except ScoringError as error:  # busy or slow: that alone is no reason to ask it no more
+            self.replicas.failed(replica, str(error))
+        else:
+            return True
+        return False
 
     async def _try(self, request: _Request, replica: Replica, slot: Slot) -> Score | float:
         """One attempt: the score, or the seconds to wait before the next one."""
@@ -269,7 +270,6 @@ class TeacherLogprobClient:
             raise self._told(error, "not worth a retry") from None
         latency_s = time.monotonic() - sent
         slot.answered(latency_s)
-        self._latencies.append(latency_s)
         return Score(
             answer.logprobs,
             request.attempts + 1,
@@ -292,43 +292,33 @@ class TeacherLogprobClient:
     async def _hedged(self, request: _Request, replica: Replica, limit_s: float) -> Answer:
         """One attempt, or two where the first one takes unusually long."""
 
-        def ask(whom: Replica) -> Awaitable[Answer]:
-            return self._attempt(whom, request.token_ids, request.start, limit_s)
+        async def ask(whom: Replica) -> tuple[Replica, Answer]:
+            sent = time.monotonic()
+            answer = await self._attempt(whom, request.token_ids, request.start, limit_s)
+            self._tail.record(time.monotonic() - sent)
+            return whom, answer
 
+        may_hedge = self.teacher.hedge and not request.alone and not request.only
+        late_s = self._tail.p99_s() if may_hedge else None
         other = self.replicas.pick(replica.number + 1)
-        enough = len(self._latencies) >= LATENCIES_NEEDED
-        if not (self.teacher.hedge and enough and other not in (None, replica)) or request.alone:
-            return await ask(replica)
-        assert other is not None
-        late_s = sorted(self._latencies)[math.ceil(0.99 * len(self._latencies)) - 1]
-        spare = lambda: self.limit.try_slot(len(request.token_ids))  # noqa: E731
-        return await first_good(ask(replica), lambda: ask(other), after_s=late_s, slot=spare)
+        if late_s is None or other is None or other is replica:
+            return (await ask(replica))[1]
+        winner, answer = await first_good(
+            ask(replica),
+            lambda: ask(other),
+            after_s=late_s,
+            slot=lambda: self.limit.try_slot(len(request.token_ids)),
+        )
+        if winner is not replica:
+            self.replicas.failed(replica, f"no answer within {late_s:.3g} s, another had one")
+        return answer
 
     async def _attempt(
         self, replica: Replica, token_ids: Sequence[int], start: int, limit_s: float
     ) -> Answer:
-        body = request_body(replica.backend, token_ids, start)
-        try:
-            with replica.asked():
-                async with asyncio.timeout(limit_s):
-                    response = await self._http.post(_generate_url(replica.endpoint), content=body)
-        except TimeoutError:
-            raise TeacherTransient(f"no whole answer within {limit_s:.4g} s", "timeout") from None
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise TeacherAway(f"cannot connect: {error}", "away") from None
-        except httpx.RequestError as error:  # cut, garbled or not HTTP at all
-            said = str(error) or type(error).__name__
-            raise TeacherTransient(f"connection broke: {said}", "connection") from None
-        if response.status_code != 200:
-            retry_after = response.headers.get("retry-after")
-            raise error_of_status(response.status_code, response.content, retry_after)
-        asked = (replica.backend, response.content, token_ids, start, self.facts.vocab_size)
-        if len(response.content) > LONG_ANSWER_BYTES:
-            answer = await asyncio.to_thread(parse_answer, *asked)
-        else:
-            answer = parse_answer(*asked)
-        replica.answered()
-        return answer
+        return await self._asker.ask(
+            replica, token_ids, start, vocab_size=self.facts.vocab_size, limit_s=limit_s
+        )
 
     async def _knock(self, replica: Replica) -> None:
         """Whether the replica scores, and as it did when it was first proven."""
@@ -348,36 +338,17 @@ class TeacherLogprobClient:
 
         Raises :class:`ScoringError`; :class:`TeacherAnswerError` for other numbers than before.
         """
-        canaries = self.facts.canaries or (Canary((0, 1, 2), ()),)
-        limit_s = min(self.teacher.request_timeout_s, CANARY_TIMEOUT_S)
-        for canary in canaries:
+        limit_s = min(self.teacher.request_timeout_s, self.teacher.hang_limit_s)
+        for canary in self.facts.canaries or (SOME_SEQUENCE,):
             answer = await self._attempt(replica, canary.token_ids, 0, limit_s)
-            before = canary.logprobs[replica.number] if canary.logprobs else answer.logprobs
-            pairs = zip(before, answer.logprobs, strict=True)
-            gap = max(abs(was - now) for was, now in pairs)
-            if gap > self.facts.tolerance:
-                raise TeacherAnswerError(
-                    f"a known sequence of {len(canary.token_ids)} tokens now scores up to "
-                    f"{gap:.3g} nats differently (tolerance {self.facts.tolerance:.3g}): "
-                    "the server's weights, or what computes with them, have changed",
-                    "changed",
-                )
+            canary.check(replica.number, answer.logprobs, self.facts.tolerance)
 
     def _check_sendable(self, token_ids: Sequence[int], start: int) -> None:
-        """One bad id can end a whole SGLang server, so nothing unchecked is ever sent."""
-        vocab_size = self.facts.vocab_size
-        if not 0 <= start < len(token_ids) - 1:
-            said = f"nothing to score after position {start} of {len(token_ids)} tokens"
-            raise self._told(TeacherRefused(said, "start"))
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            bad = next(i for i in token_ids if not 0 <= i < vocab_size)
-            said = f"id {bad} is outside the teacher's vocabulary of {vocab_size}"
-            raise self._told(TeacherRefused(said, "bad_id"))
         margin = max(CONTEXT_MARGIN[replica.backend] for replica in self.replicas.all)
-        limit = self.facts.context_length - margin
-        if self.facts.context_length and len(token_ids) > limit:
-            said = f"{len(token_ids)} tokens are over the teacher's limit of {limit}"
-            raise self._told(TeacherRefused(said, "too_long"))
+        try:
+            self.facts.check_sendable(token_ids, start, margin)
+        except TeacherRefused as error:
+            raise self._told(error) from None
 
     def _total_deadline_s(self) -> float:
         attempts = 1 + self.teacher.max_retry_per_sample
@@ -391,21 +362,5 @@ class TeacherLogprobClient:
         return error
 
 
-@functools.cache
-def _generate_url(endpoint: str) -> httpx.URL:
-    """Parsing it for every request would cost as much as checking a short answer."""
-    return httpx.URL(f"{endpoint}/generate")
-
-
 def _backoff_s(attempt: int) -> float:
     return min(BACKOFF_LIMIT_S, BACKOFF_FIRST_S * 2.0 ** min(attempt - 1, 16))
-
-
-def _checked_key(teacher: str, api_key: str) -> str:
-    """A bad header value would come back inside an error message, key and all."""
-    if api_key.isascii() and api_key.isprintable():
-        return api_key
-    raise ConfigError(
-        f"teacher {teacher!r}: its api_key holds a line break or another character that no HTTP "
-        "header can carry; look for a stray newline where the key is kept"
-    )

@@ -4,6 +4,8 @@ not the whole step (Dean & Barroso 2013, "The Tail at Scale")."""
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -11,6 +13,24 @@ from typing import TypeVar
 from opd_core.errors import ScoringError
 
 T = TypeVar("T")
+KEPT, NEEDED = 256, 64
+
+
+class Tail:
+    """The latencies of the last good answers."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=KEPT)
+
+    def record(self, latency_s: float) -> None:
+        """Take in one."""
+        self._last.append(latency_s)
+
+    def p99_s(self) -> float | None:
+        """The time within which 99 % of them came; None while there are too few to tell."""
+        if len(self._last) < NEEDED:
+            return None
+        return sorted(self._last)[math.ceil(0.99 * len(self._last)) - 1]
 
 
 async def first_good(

@@ -7,15 +7,20 @@ those that come beside it: of 8 siblings sent at once, SGLang computed the promp
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+REMEMBERED = 1024
+
 
 class PrefixOrder:
-    """Lets one request of a group go ahead; the others wait until it is answered, or fails."""
+    """Lets the first request of a group go ahead; the others wait until it is answered, or fails
+    once."""
 
     def __init__(self) -> None:
         self._ahead: dict[int, asyncio.Event] = {}
+        self._begun: deque[int] = deque(maxlen=REMEMBERED)
 
     async def wait(self, group_id: int) -> None:
         """Return once nobody of the group is ahead."""
@@ -25,13 +30,15 @@ class PrefixOrder:
     @contextmanager
     def ahead(self, group_id: int) -> Iterator[Callable[[], None]]:
         """Go ahead of the group, if nobody does; yields what lets the others go early."""
-        event = asyncio.Event()
-        leads = self._ahead.setdefault(group_id, event) is event
+        if group_id in self._ahead or group_id in self._begun:
+            yield lambda: None
+            return
+        self._ahead[group_id] = asyncio.Event()
+        self._begun.append(group_id)
 
         def let_go() -> None:
-            event.set()
-            if leads:
-                self._ahead.pop(group_id, None)
+            if (ahead := self._ahead.pop(group_id, None)) is not None:
+                ahead.set()
 
         try:
             yield let_go

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from opd_core.config import Backend, ReplicaConfig
-from opd_core.errors import ScoringError, TeacherAway
+from opd_core.errors import ScoringError, TeacherAnswerError, TeacherAway
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,9 @@ AWAY_AFTER = 5
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One server. ``away`` says why it is not asked; empty while it is. ``changed`` counts how
-    often its canaries came back with other numbers. ``progress_at`` is when its last good answer
+    """One server. ``away`` says why it is not asked; empty while it is. ``doubt`` says why what it
+    scored lately is not to be believed, until that is taken; ``changed`` counts how often there was
+    cause for it. ``progress_at`` is when its last good answer
     came or, if none has come since, when the first of the requests ``in_flight`` was sent (seconds
     since the epoch)."""
 
@@ -37,6 +38,7 @@ class Replica:
     endpoint: str
     away: str = ""
     failures: int = 0
+    doubt: str = ""
     changed: int = 0
     in_flight: int = 0
     progress_at: float = 0.0
@@ -51,6 +53,16 @@ class Replica:
             yield
         finally:
             self.in_flight -= 1
+
+    def doubted(self, why: str) -> None:
+        """It answers a known sequence wrongly, or with other numbers than before."""
+        self.changed += not self.doubt
+        self.doubt = why
+
+    def take_doubt(self) -> str:
+        """Why its scores are in doubt, or ""; asked once."""
+        doubt, self.doubt = self.doubt, ""
+        return doubt
 
     def answered(self) -> None:
         """It gave a good answer."""
@@ -142,6 +154,8 @@ class Replicas:
                 await self._knock(replica)
             except ScoringError as error:
                 replica.away = str(error)
+                if isinstance(error, TeacherAnswerError):
+                    replica.doubted(str(error))
                 continue
             break
         replica.away, replica.failures = "", 0

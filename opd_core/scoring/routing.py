@@ -149,11 +149,12 @@ class TeacherRouter:
         for name, client in self._clients.items():
             every = client.teacher.canary_every
             if every and train_step % every == 0:
-                doubts[name] = await client.check_canaries()
+                verdict = await client.check_canaries()
+                doubts[name] = verdict.doubt
                 if (store := self._stores.get(name)) is not None:
-                    if doubts[name]:
+                    if verdict.doubt:
                         store.discard()
-                    else:
+                    elif verdict.proven:
                         store.flush()
         return [self._believed(group, doubts) for group in groups]
 

@@ -37,6 +37,7 @@ def wait_until_healthy(
     *,
     limit_s: float,
     still_alive: Callable[[], None],
+    api_key: str | None = None,
     waiting: Callable[[float, str], None] = lambda seconds, state: None,
 ) -> float:
     """Poll the server's health, one probe at a time, until it is ready; seconds that it took.
@@ -47,7 +48,9 @@ def wait_until_healthy(
     """
     started = time.monotonic()
     state = "no answer yet"
-    with httpx.Client(trust_env=False) as http:
+    # Servers leave their health open; a gateway before one may not.
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(trust_env=False, headers=headers) as http:
         while True:
             still_alive()
             left_s = max(limit_s - (time.monotonic() - started), POLL_S)

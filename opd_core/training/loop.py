@@ -156,7 +156,7 @@ def rollout_metrics(rollouts: Sequence[RolloutState]) -> Metrics:
     rewards = [r.reward for r in rollouts if r.reward is not None]
     if rewards:
         metrics["rollout/reward_mean"] = sum(rewards) / len(rewards)
-    scored = [r for r in rollouts if r.teacher_logprobs is not None]
+    scored = [r for r in rollouts if r.teacher_attempts]
     if scored:
         metrics |= {
             "teacher/latency_s_mean": sum(r.teacher_latency_s for r in scored) / len(scored),

@@ -56,8 +56,8 @@ def test_a_flow_keeps_its_cards_as_an_artifact_also_when_it_is_refused(
     assert "went on" in done.stdout, done.stderr
     assert "could not be kept as an artifact: the API is away" in done.stderr
     assert "its context of 256 tokens is too short" in done.stderr
-    refused, fitting = artifacts(prefect_api)
-    assert "| 256 of 338 needed | error |" in refused["data"]
+    refused, fitting = artifacts(prefect_api)[:2]  # other tests leave theirs
+    assert "| 256 of 339 needed | error |" in refused["data"]
     assert "## Student against teacher 'teacher'" in fitting["data"]
-    assert "| 256 of 80 needed | 256 of 86 needed | ok |" in fitting["data"]
+    assert "| 256 of 80 needed | 256 of 87 needed | ok |" in fitting["data"]
     assert fitting["flow_run_id"] != refused["flow_run_id"]

@@ -24,6 +24,8 @@ def test_scores_of_a_server_whose_weights_nobody_knows_are_not_stored() -> None:
     with pytest.raises(ValidationError, match=r"score_store: teacher 'teacher' has a server"):
         opd(score_store="scores")
     launched = OPDTeacherConfig(name="teacher", backend="embedded", launch=LAUNCH)
+    with pytest.raises(ValidationError, match="two right canaries"):
+        opd(teachers=[launched.model_copy(update={"canary_every": 0})], score_store="scores")
     assert opd(teachers=[launched], score_store="scores").score_store == "scores"
 
 

@@ -173,6 +173,28 @@ async def test_siblings_do_not_wait_for_one_whose_teacher_is_away(connect: Any, 
     assert away == [0, 1, 2]
 
 
+async def test_late_siblings_wait_for_nobody(connect: Any, fake: Any) -> None:
+    client = connect()
+    await client.score(LONG, [6, 7], group_id=1)
+    fake.work = asyncio.Event().wait
+    late = [asyncio.create_task(client.score(LONG, [6, 8 + i], group_id=1)) for i in range(3)]
+    while fake.in_flight < 3:
+        await asyncio.sleep(0)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+
+
+async def test_siblings_wait_for_the_first_try_only(connect: Any, fake: Any) -> None:
+    client = connect(sleep=never)  # the first one's back-off does not end
+    fake.script.append(503)
+    first = asyncio.create_task(client.score(LONG, [6, 7], group_id=1))
+    siblings = [client.score(LONG, [6, 8 + i], group_id=1) for i in range(3)]
+    assert all(score.attempts == 1 for score in await asyncio.gather(*siblings))
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+
+
 async def test_short_prompts_are_not_waited_for(connect: Any, fake: Any) -> None:
     client = connect()
     fake.work = asyncio.Event().wait

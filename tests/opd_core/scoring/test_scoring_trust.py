@@ -138,6 +138,32 @@ async def test_a_canary_that_nobody_answers_casts_no_doubt(
         await router.ready()
 
 
+async def test_what_a_knock_finds_to_be_changed_was_not_to_be_believed_before(
+    route: Any, fake: Any, make_rollout: MakeRollout, honest_answer: Any
+) -> None:
+    router = route(sleep=lambda _: asyncio.sleep(0))
+    wrong = lambda body: drifted(body, honest_answer)  # noqa: E731
+    fake.script.append(wrong)
+    group = group_of(await router.score(make_rollout()))
+    fake.script.extend([httpx.ConnectError("refused"), wrong, wrong])
+    await router.score(make_rollout(1))  # the teacher was away, found changed, and came back right
+    (judged,) = await router.verified([group], train_step=1)
+    assert judged.status is Status.FAILED
+    assert "0.01 nats" in judged.error_msg
+    (later,) = await router.verified([group_of(await router.score(make_rollout(2)))], train_step=2)
+    assert later.status is Status.COMPLETED  # the doubt was taken once
+
+
+async def test_a_busy_moment_at_a_canary_does_not_lose_the_teacher(
+    route: Any, fake: Any, make_rollout: MakeRollout
+) -> None:
+    router = route(away_limit_s=0)
+    fake.script.append(429)
+    await router.verified([], train_step=1)
+    await router.ready()
+    assert (await router.score(make_rollout())).status is Status.COMPLETED
+
+
 @pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (0, [])])
 async def test_canaries_are_scored_every_so_many_train_steps(
     every: int, steps: list[int], route: Any, fake: Any
@@ -267,6 +293,21 @@ async def test_a_known_score_is_not_asked_for(
     assert len(fake.requests) == before
 
 
+async def test_scores_are_not_kept_before_every_replica_has_proven_itself(
+    route: Any, fake: Any, make_rollout: MakeRollout, tmp_path: Path
+) -> None:
+    with ScoreStore(tmp_path, "model") as store:
+        router = route(stores={"big": store})
+        await router.score(make_rollout())
+        fake.script.append(503)
+        await router.verified([], train_step=1)
+        with ScoreStore(tmp_path, "model") as other:
+            assert other.get((3, 4, 5, 6, 7), 2) is None
+        await router.verified([], train_step=2)
+        with ScoreStore(tmp_path, "model") as other:
+            assert other.get((3, 4, 5, 6, 7), 2) is not None
+
+
 async def test_scores_of_a_teacher_that_has_changed_are_not_kept(
     route: Any, fake: Any, make_rollout: MakeRollout, honest_answer: Any, tmp_path: Path
 ) -> None:
@@ -323,6 +364,22 @@ async def test_a_late_answer_is_asked_of_a_second_replica(
     assert fake.hosts[-2:] == ["a", "b"]
     assert score.teacher_logprobs == true_logprobs([3, 4, 5, 6, 7], 2)
     assert client.limit.in_flight == 0
+
+
+async def test_a_replica_that_is_always_late_is_away_in_the_end(connect: Any, fake: Any) -> None:
+    two = [{"endpoint": "http://a"}, {"endpoint": "http://b"}]
+    client = connect(replicas=two, hedge=True, sleep=never)
+    for _ in range(64):
+        await client.score([3, 4, 5], [6, 7], group_id=1)
+
+    async def hang() -> None:
+        if fake.hosts[-1] == "a":
+            await asyncio.Event().wait()
+
+    fake.work = hang
+    for _ in range(5):
+        await client.score([3, 4, 5], [6, 7], group_id=0)
+    assert "another had one" in client.replicas.all[0].away
 
 
 async def test_without_hedging_a_late_answer_is_waited_for(connect: Any, fake: Any) -> None:
