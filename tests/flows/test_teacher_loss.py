@@ -78,17 +78,20 @@ def test_a_teacher_killed_and_then_stopped_costs_no_group_and_no_score(
 
 
 def test_a_poison_is_found_and_the_others_are_scored(opd: StartRun, tmp_path: Path) -> None:
+    """Beside it one death in the middle of an answer, and health checks that lie."""
     tokenizer = load_tokenizer(str(TINY / "student"))
     prompts = load_prompts(str(TINY / "train.jsonl"), tokenizer, 32).prompts
     ((poison, _),) = PromptQueue(prompts, seed=1234, max_requeue=2).take(1)
     script = tmp_path / "script.json"
     deadly = {"fault": "die", "containing": list(poison.token_ids)}
-    script.write_text(json.dumps({"faults": [deadly]}))
+    death = {"fault": "die_mid_answer", "first": 70, "once": True}
+    lie = {"fault": "health", "answer": "bad", "first": 60}
+    script.write_text(json.dumps({"faults": [deadly, death, lie]}))
     run = opd(*settings(script, 2, "opd.teachers.0.launch.max_restarts=5"))
     assert run.finish() == 0, run.output()
     summary = run.json_file("summary.json")
     assert summary["train_steps"] == 2
     assert summary["groups"] == {"completed": 2 * GROUPS, "filtered": 0, "failed": 1}
     assert summary["lost"] == {"poison": 1}
-    assert summary["teacher_restarts"] == {TEACHER: 3}
+    assert summary["teacher_restarts"] == {TEACHER: 4}
     assert not run.processes()

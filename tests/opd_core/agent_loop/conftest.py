@@ -59,13 +59,15 @@ class FakeSampler:
 
 
 class FakeScorer:
-    """Scores every token -1, except for the keys in ``fails``; ``before`` is awaited first."""
+    """Scores every token -1, except for the keys in ``fails``, with the cause in ``causes``;
+    ``before`` is awaited first."""
 
     def __init__(self, log: list[tuple[str, Any]]) -> None:
         self.scored: list[Key] = []
         self.log = log
         self.before: Callable[[RolloutState], Awaitable[object]] = _at_once
         self.fails: set[Key] = set()
+        self.causes: dict[Key, str] = {}
 
     async def score(self, rollout: RolloutState) -> RolloutState:
         key = (rollout.group_id, rollout.index)
@@ -73,7 +75,8 @@ class FakeScorer:
         self.log.append(("score", key))
         await self.before(rollout)
         if key in self.fails:
-            return rollout.failed("http_503", "teacher 'big': HTTP 503")
+            cause = self.causes.get(key, "http_503")
+            return rollout.failed(cause, "teacher 'big': HTTP 503")
         return replace(rollout, teacher_logprobs=(-1.0,) * len(rollout.response_ids))
 
 

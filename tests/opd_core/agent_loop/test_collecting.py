@@ -13,6 +13,7 @@ from opd_core.agent_loop.prompts import PromptQueue
 from opd_core.agent_loop.replay_buffer import ReplayBuffer
 from opd_core.errors import SurvivorError
 from opd_core.rollout import Group, RolloutState, Status
+from opd_core.scoring.client import POISON
 
 
 @pytest.fixture
@@ -68,6 +69,18 @@ async def test_a_lost_group_is_replaced_and_its_prompt_asked_again_first(
     assert [g.prompt.row for g in groups] == [first[1], first[0]]
     assert survivors.by_status == {"completed": 2, "failed": 1}
     assert survivors.by_cause == {"http_503": 1}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+async def test_a_prompt_that_ends_servers_is_not_asked_again(
+    index: int, make_collector: Any, sampler: Any, scorer: Any
+) -> None:
+    scorer.fails |= {(0, 0), (0, 1)}
+    scorer.causes[(0, index)] = POISON
+    await make_collector(wanted=2).collect(train_step=1)
+    first, second = rows_asked(sampler)
+    assert len(second) == 1
+    assert second[0] not in first
 
 
 async def test_a_retried_prompt_is_sampled_anew_in_the_same_step(
