@@ -86,7 +86,7 @@ class _Follower:
 
     def __exit__(self, *raised: Any) -> None:
         self._progress.__exit__(*raised)
-        self._watch.__exit__(*raised)
+        self._watch.close()
 
     def to_its_end(self) -> str:
         """The job's last status. Raises :class:`TrainingError` if the cluster no longer answers,

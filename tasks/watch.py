@@ -6,8 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
-from typing import Self
 
 from opd_core.config import OPDTeacherConfig
 from opd_core.scoring.state import ScoringState, read_state
@@ -36,7 +34,7 @@ class _Watched:
 
 
 class TeacherWatch:
-    """Watches every teacher of a run. Use as a context manager; call :meth:`turn` often.
+    """Watches every teacher of a run: call :meth:`turn` often, and :meth:`close` at the end.
 
     ``children`` are the processes that it looks after.
     """
@@ -53,15 +51,8 @@ class TeacherWatch:
         self.children = frozenset(watched.child for watched in self._watched)
         self._away: dict[str, str] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Ask no server for its health any more."""
         for watched in self._watched:
             watched.health.close()
 

@@ -5,6 +5,8 @@
 ``judging``        judges run in a process of their own
 ``judges``         judges for the shipped tasks
 ``replay_buffer``  finished groups that may train
-``collect``        one train step's worth of groups, and what became of the others
+``collect``        one train step's worth of groups
+``survivors``      what became of all groups, and whether the losses bias what trains
+``parking``        where rollouts wait for a teacher that is away
 ``evaluation``     held-out accuracy, without any teacher
 """

@@ -2,6 +2,9 @@
 
 commands.py      how each backend's server is started and stopped
 keyed_launch.py  starts a server with its key inside the process, out of the command line
+child.py         a server as an order to the supervisor
 readiness.py     from "the process runs" to "it scores": health, then a scoring round trip
+life.py          signs of life during a run, and what they say
+probe/           "can I distil from this endpoint?"
 embedded/        a teacher server of our own that speaks SGLang's protocol and only scores
 """
