@@ -34,6 +34,7 @@ def thinking_teacher(tmp_path: Path) -> str:
     return f"opd.teachers.0.launch.model={tmp_path / 'teacher'}"
 
 
+@pytest.mark.slow
 def test_a_recipe_that_fits_shows_its_card(tmp_path: Path) -> None:
     """Through the command, in a process of its own."""
     command = [sys.executable, "-m", "deployments.cli", "check", "tiny"]

@@ -24,6 +24,8 @@ from opd_core.serving.embedded.batching import BatchingScorer
 from opd_core.serving.embedded.chaos import add_chaos
 from opd_core.serving.embedded.chaos_script import request_digest
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE = 97
 KEY = "a-key"
 IDS = [(7 * i) % 97 for i in range(1, 30)]

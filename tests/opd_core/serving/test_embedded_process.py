@@ -21,6 +21,8 @@ import torch
 
 from opd_core.serving.embedded.process import main
 
+pytestmark = pytest.mark.slow
+
 START_S = 120
 # Two seconds is the promise; the rest is for a machine that does other things too.
 STOP_S = 6
