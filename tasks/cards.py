@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from opd_core.preflight import PairCard
-from opd_core.training.files import write_whole
+from opd_core.whole_file import write_whole
 
 PAIR_CHECK = "pair_check"
 """Name of the two files in the run directory, ``.md`` and ``.json``."""

@@ -22,7 +22,8 @@ from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.errors import PreflightError
 from opd_core.preflight import PairCard, PreflightReport, run_preflight
 from opd_core.scoring.asking import checked_key
-from opd_core.training.files import CONFIG_FILE, write_whole
+from opd_core.training.files import CONFIG_FILE
+from opd_core.whole_file import write_whole
 from tasks.cards import card_table, cards_markdown, summary_line, write_cards
 from tasks.console import CONSOLE, TERMINAL, announce, logger, warn
 

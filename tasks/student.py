@@ -13,9 +13,10 @@ from prefect.cache_policies import NO_CACHE
 from opd_core.errors import TrainingError
 from opd_core.lifecycle.logs import log_tail
 from opd_core.tracking.journal import JournalReader
-from opd_core.training.files import JOURNAL_FILE, write_whole
+from opd_core.training.files import JOURNAL_FILE
 from opd_core.training.jobs import ENDED, HTTP_ERRORS, StudentJob, connect_jobs
 from opd_core.training.results import read_result
+from opd_core.whole_file import write_whole
 from tasks.console import TrainingProgress, announce
 from tasks.session import Session
 from tasks.watch import TeacherWatch

@@ -27,7 +27,8 @@ from opd_core.serving.readiness import (
     read_model_info,
     wait_until_healthy,
 )
-from opd_core.training.files import TEACHERS_FILE, write_whole
+from opd_core.training.files import TEACHERS_FILE
+from opd_core.whole_file import write_whole
 from tasks.cluster import STOP_LAST
 from tasks.console import announce, warn
 from tasks.environment import write_config

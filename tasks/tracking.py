@@ -34,8 +34,9 @@ from opd_core.tracking.mlflow_sink import (
 from opd_core.tracking.shipper import Shipper, SinkFactory
 from opd_core.tracking.sink import Artifact, Ending, RunStatus
 from opd_core.tracking.tensorboard_sink import TensorBoardSink
-from opd_core.training.files import CONFIG_FILE, JOURNAL_FILE, RESULT_FILE, write_whole
+from opd_core.training.files import CONFIG_FILE, JOURNAL_FILE, RESULT_FILE
 from opd_core.training.results import RunResult, read_result, summarise
+from opd_core.whole_file import write_whole
 from tasks.console import CONSOLE, TERMINAL, logger, warn
 from tasks.environment import LOGS, RunRecord
 

@@ -4,7 +4,6 @@ an end of the run does not cost their sampling."""
 from __future__ import annotations
 
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Self
@@ -12,8 +11,8 @@ from typing import Self
 from opd_core.errors import DataError
 from opd_core.rollout import RolloutState
 from opd_core.rollout_json import rollout_from_json, rollout_to_json
+from opd_core.whole_file import PARTIAL, write_whole
 
-PARTIAL = ".partial"
 FILE_NAME = re.compile(r"\d+-\d+\.json")
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class ParkingLot:
         self._parked.add(path)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            _write_whole(path, rollout_to_json(rollout))
+            write_whole(path, rollout_to_json(rollout), durable=True)
         except (OSError, TypeError, ValueError) as error:
             logger.warning(
                 "%s cannot be written (%s): rollout %d of group %d waits for its teacher in memory "
@@ -122,17 +121,3 @@ class ParkingSpot:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._lot.remove(self._rollout)
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write a file that appears whole or not at all, after a power cut too. Raises OSError."""
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)  # on a full disk, give the room back
-        raise

@@ -31,10 +31,10 @@ from opd_core.training.files import (
     PARKED_FOLDER,
     SCORING_FILE,
     TEACHERS_FILE,
-    write_whole,
 )
 from opd_core.training.loop import LearnerHandle, SamplerHandle, TrainLoop
 from opd_core.training.models import load_tokenizer
+from opd_core.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 CONFIG_FILE = "config.json"
 """The resolved recipe; written by the flow."""
 TEACHERS_FILE = "teachers.json"
@@ -18,10 +15,3 @@ JOURNAL_FILE = "metrics.jsonl"
 """The metrics journal; written by the job."""
 RESULT_FILE = "result.json"
 """How the job ended; written by the job."""
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all. Raises OSError."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

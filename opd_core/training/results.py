@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from opd_core.tracking.journal import JournalRecord
-from opd_core.training.files import RESULT_FILE, write_whole
+from opd_core.training.files import RESULT_FILE
+from opd_core.whole_file import write_whole
 
 AVERAGED_STEPS = 5
 SHARES = ("sampling", "scoring", "training", "weight_sync")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ def sampler() -> LocalSampler:
     return LocalSampler(TransformersEngine(model, end_ids=ends, pad_id=pad, max_rows=64))
 
 
+Collect = Callable[[], Awaitable[tuple[WatchedBuffer, Survivors, str]]]
+
+
 async def collect(
     sampler: LocalSampler, teacher: OPDTeacherConfig, facts: TeacherFacts, folder: Path
 ) -> tuple[WatchedBuffer, Survivors, str]:
@@ -153,6 +157,14 @@ async def collect(
     return buffer, survivors, stopped
 
 
+@pytest.fixture
+def collected(
+    sampler: LocalSampler, teacher: OPDTeacherConfig, facts: TeacherFacts, tmp_path: Path
+) -> Collect:
+    """``await collected()``: :func:`collect` before the chaos teacher."""
+    return partial(collect, sampler, teacher, facts, tmp_path)
+
+
 def assert_nothing_wrong(buffer: WatchedBuffer) -> None:
     """Every score in the buffer is what the teacher's own logits say."""
     model = AutoModelForCausalLM.from_pretrained(TINY / "teacher").eval()
@@ -166,17 +178,19 @@ def assert_nothing_wrong(buffer: WatchedBuffer) -> None:
 
 
 SPOILT = {
-    "wrong_rows": ({"rows": -1}, "row_count"),
-    "shifted": ({}, "ids"),
-    "nulls": ({}, "null"),
-    "nan": ({}, "not_json"),
-    "infinite": ({}, "not_json"),
-    "positive": ({}, "value"),
-    "other_ids": ({}, "ids"),
-    "raw_logits": ({}, "value"),
-    "uniform": ({}, "uniform"),
+    "wrong_rows": ({"rows": -1}, "row_count", "rows of input_token_logprobs"),
+    "shifted": ({}, "ids", "is of id"),
+    "nulls": ({}, "null", "has logprob None"),
+    "nan": ({}, "not_json", "not JSON"),
+    "infinite": ({}, "not_json", "not JSON"),
+    "positive": ({}, "value", "expected <= 0"),
+    "other_ids": ({}, "ids", "is of id"),
+    "raw_logits": ({}, "value", "expected <= 0"),
+    "uniform": ({}, "uniform", "lost its weights"),
 }
-"""Answers that no attempt makes better: the rollout fails with this cause."""
+"""Answers that no attempt makes better: the rollout fails with this cause, and a run that is
+stopped by them says so in these words."""
+STALE = ({}, "teacher_changed", "a known sequence")
 PASSING: dict[str, dict[str, Any]] = {
     "error_200": {},
     "status": {"status": 503, "retry_after": 1},
@@ -188,16 +202,11 @@ PASSING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fault", SPOILT)
 async def test_an_answer_that_is_wrong_now_and_then_costs_its_rollouts_only(
-    fault: str,
-    chaos: ChaosServer,
-    sampler: LocalSampler,
-    teacher: OPDTeacherConfig,
-    facts: TeacherFacts,
-    tmp_path: Path,
+    fault: str, chaos: ChaosServer, collected: Collect
 ) -> None:
-    arguments, cause = SPOILT[fault]
+    arguments, cause, _ = SPOILT[fault]
     chaos.play({"fault": fault, "every": 9, "first": 4, **arguments})
-    buffer, survivors, stopped = await collect(sampler, teacher, facts, tmp_path)
+    buffer, survivors, stopped = await collected()
     assert stopped == ""
     assert len(buffer.accepted) == GROUPS * STEPS
     assert set(survivors.by_cause) <= {cause, "teacher_changed"}
@@ -207,34 +216,24 @@ async def test_an_answer_that_is_wrong_now_and_then_costs_its_rollouts_only(
 
 @pytest.mark.parametrize("fault", [*SPOILT, "stale"])
 async def test_a_teacher_that_only_answers_wrongly_stops_the_run_with_the_cause(
-    fault: str,
-    chaos: ChaosServer,
-    sampler: LocalSampler,
-    teacher: OPDTeacherConfig,
-    facts: TeacherFacts,
-    tmp_path: Path,
+    fault: str, chaos: ChaosServer, collected: Collect
 ) -> None:
-    arguments, _ = SPOILT.get(fault, ({}, ""))
+    arguments, _, words = SPOILT.get(fault, STALE)
     chaos.play({"fault": fault, "first": GROUPS * 2 + 8, **arguments})
-    buffer, survivors, stopped = await collect(sampler, teacher, facts, tmp_path)
+    buffer, survivors, stopped = await collected()
     assert "nobody could be asked" in stopped
+    assert words in stopped
     if fault == "stale":
-        assert "a known sequence" in stopped
         assert survivors.by_cause["teacher_changed"] > 0
     assert_nothing_wrong(buffer)
 
 
 @pytest.mark.parametrize("fault", PASSING)
 async def test_a_failure_that_passes_costs_nothing(
-    fault: str,
-    chaos: ChaosServer,
-    sampler: LocalSampler,
-    teacher: OPDTeacherConfig,
-    facts: TeacherFacts,
-    tmp_path: Path,
+    fault: str, chaos: ChaosServer, collected: Collect
 ) -> None:
     chaos.play({"fault": fault, "every": 9, "first": 4, **PASSING[fault]})
-    buffer, _, stopped = await collect(sampler, teacher, facts, tmp_path)
+    buffer, _, stopped = await collected()
     assert stopped == ""
     assert len(buffer.accepted) == GROUPS * STEPS
     assert_nothing_wrong(buffer)
@@ -242,29 +241,18 @@ async def test_a_failure_that_passes_costs_nothing(
 
 @pytest.mark.parametrize("fault", PASSING)
 async def test_a_teacher_that_always_fails_stops_the_run_and_its_rollouts_are_kept(
-    fault: str,
-    chaos: ChaosServer,
-    sampler: LocalSampler,
-    teacher: OPDTeacherConfig,
-    facts: TeacherFacts,
-    tmp_path: Path,
+    fault: str, chaos: ChaosServer, collected: Collect, tmp_path: Path
 ) -> None:
     chaos.play({"fault": fault, "first": GROUPS * 2 + 8, **PASSING[fault]})
-    buffer, _, stopped = await collect(sampler, teacher, facts, tmp_path)
+    buffer, _, stopped = await collected()
     assert "nobody could be asked" in stopped
     assert ParkingLot(tmp_path / "parked").load()
     assert_nothing_wrong(buffer)
 
 
-async def test_a_slow_teacher_costs_time_only(
-    chaos: ChaosServer,
-    sampler: LocalSampler,
-    teacher: OPDTeacherConfig,
-    facts: TeacherFacts,
-    tmp_path: Path,
-) -> None:
+async def test_a_slow_teacher_costs_time_only(chaos: ChaosServer, collected: Collect) -> None:
     chaos.play({"fault": "slow", "delay_s": 0.3})
-    buffer, survivors, stopped = await collect(sampler, teacher, facts, tmp_path)
+    buffer, survivors, stopped = await collected()
     assert (stopped, survivors.by_cause.total()) == ("", 0)
     assert len(buffer.accepted) == GROUPS * STEPS
     assert_nothing_wrong(buffer)
