@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -44,17 +44,37 @@ def main() -> None:
 
 @app.command()
 def run(
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        str | None, typer.Argument(help="A shipped recipe's name, or a YAML file")
+    ] = None,
     overrides: SetOption = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Continue a run (its id or directory) where it stopped"),
+    ] = None,
+    fork: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Begin a new run from a run's newest checkpoint"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary last")] = False,
 ) -> None:
-    """Run one experiment from its checks to its report."""
-    path = find_recipe(recipe)
-    _guarded(lambda: _check_recipe(path, overrides or []))
-    _guarded(lambda: _run(path, overrides or [], as_json))
+    """Run one experiment from its checks to its report.
+
+    With --resume or --fork the recipe is that run's own.
+    """
+    if recipe is None and not (resume or fork):
+        _fail("expected a recipe, or a run: --resume RUN, --fork RUN; see `opd recipes`", 2)
+    request: dict[str, Any] = {
+        "recipe": str(find_recipe(recipe or "tiny")),
+        "overrides": overrides or [],
+        "resume": resume,
+        "fork": fork,
+    }
+    _guarded(lambda: _check_plan(**request))
+    _guarded(lambda: _run(request, as_json))
 
 
-def _run(path: Path, overrides: list[str], as_json: bool) -> None:
+def _run(request: dict[str, Any], as_json: bool) -> None:
     from deployments.temporary_server import ensure_prefect_api
 
     ensure_prefect_api()
@@ -62,7 +82,7 @@ def _run(path: Path, overrides: list[str], as_json: bool) -> None:
     from tasks.console import TERMINAL
 
     TERMINAL.lines, TERMINAL.summary_json = True, as_json
-    distill(DistillRequest(recipe=str(path), overrides=overrides))
+    distill(DistillRequest(**request))
 
 
 @app.command()
@@ -144,11 +164,11 @@ def find_recipe(name: str) -> Path:
     return shipped
 
 
-def _check_recipe(path: Path, overrides: list[str]) -> None:
+def _check_plan(recipe: str, overrides: list[str], **earlier: str | None) -> None:
     """A mistake in the recipe is told in milliseconds, before Prefect is imported."""
-    from opd_core.recipe import load_recipe
+    from opd_core.training.lineage import plan_run
 
-    load_recipe(path, overrides)
+    plan_run(recipe, overrides, **earlier)
 
 
 def _guarded(action: Callable[[], T]) -> T:

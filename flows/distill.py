@@ -14,17 +14,16 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field
 
-from opd_core.config import ExperimentConfig
-from opd_core.recipe import load_recipe
+from opd_core.training.lineage import RunPlan
 from tasks.cluster import start_cluster
-from tasks.environment import check_environment, open_run
+from tasks.environment import check_environment, open_run, plan_experiment
 from tasks.session import experiment
 from tasks.student import train_student
 from tasks.teacher import await_teachers, start_teachers
 
 
 class DistillRequest(BaseModel):
-    """What to run: a recipe, and changes to it."""
+    """What to run: a recipe, or an earlier run, and changes to it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,27 +31,37 @@ class DistillRequest(BaseModel):
     overrides: list[str] = Field(
         default_factory=list, description="Changes to the recipe, each KEY.PATH=VALUE"
     )
+    resume: str | None = Field(
+        None, description="Run id or directory of a run to continue; its own recipe is taken"
+    )
+    fork: str | None = Field(
+        None, description="Run id or directory from whose newest checkpoint a new run begins"
+    )
 
 
 DEFAULT_REQUEST = DistillRequest()
 
 
 def _run_name() -> str:
-    request = flow_run.parameters["request"]
-    recipe = request["recipe"] if isinstance(request, dict) else request.recipe
-    return f"distill {Path(recipe).stem}"
+    given = flow_run.parameters["request"]
+    request = DistillRequest.model_validate(given) if isinstance(given, dict) else given
+    if earlier := request.resume or request.fork:
+        return f"{'resume' if request.resume else 'fork'} {Path(earlier).name}"
+    return f"distill {Path(request.recipe).stem}"
 
 
 @flow(name="distill", flow_run_name=_run_name)
 def distill(request: DistillRequest = DEFAULT_REQUEST) -> dict[str, Any]:
     """Distil a teacher into a student on the student's own samples; returns the run's summary."""
-    return run_experiment(load_recipe(request.recipe, request.overrides))
+    return run_experiment(
+        plan_experiment(request.recipe, request.overrides, request.resume, request.fork)
+    )
 
 
-def run_experiment(config: ExperimentConfig) -> dict[str, Any]:
+def run_experiment(plan: RunPlan) -> dict[str, Any]:
     """The stages of one experiment, in order."""
-    checked = check_environment(config)
-    run = open_run(config, checked.cards)
+    checked = check_environment(plan.config)
+    run = open_run(plan, checked)
     with experiment(run, checked) as session:
         start_cluster(session)
         start_teachers(session)

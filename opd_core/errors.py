@@ -12,7 +12,8 @@ OPDError
 ├── ServingError           a server died or did not become ready
 ├── SamplingError          a sampling engine could not give rollouts
 └── TrainingError          the run cannot go on
-    └── SurvivorError      too few groups survive: carries the survivor table
+    ├── SurvivorError      too few groups survive: carries the survivor table
+    └── ActorLost          an actor's process died: the job can be started again
 
 All of them hold only strings and numbers, so that they cross processes unharmed.
 """
@@ -98,3 +99,7 @@ class SurvivorError(TrainingError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class ActorLost(TrainingError):
+    """The process of a sampling or training actor died; the job can go on from what is on disk."""

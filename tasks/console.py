@@ -53,14 +53,15 @@ def announce(text: str, style: str = "") -> None:
     """Tell both the terminal and the run's log."""
     logger().info(text)
     if TERMINAL.lines:
-        CONSOLE.print(text, style=style or None, markup=False)
+        # A broken line could not be copied as a command.
+        CONSOLE.print(text, style=style or None, markup=False, soft_wrap=True)
 
 
 def warn(text: str) -> None:
     """Tell a warning to both."""
     logger().warning(text)
     if TERMINAL.lines:
-        CONSOLE.print(f"warning: {text}", style="yellow", markup=False)
+        CONSOLE.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
 
 
 class TrainingProgress:
@@ -93,6 +94,14 @@ class TrainingProgress:
         trace: TracebackType | None,
     ) -> None:
         self._bar.stop()
+
+    def skip(self, train_step: int, metrics: Mapping[str, float]) -> None:
+        """Take in a record of an earlier attempt; nothing is told of it."""
+        if "eval/accuracy" in metrics:
+            self._accuracy = f"{metrics['eval/accuracy']:.1%}"
+            self._bar.update(self._task, accuracy=self._accuracy)
+        if "time/step_s" in metrics:
+            self._bar.update(self._task, completed=train_step)
 
     def show(self, train_step: int, metrics: Mapping[str, float]) -> None:
         """Take in one record of the journal."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,50 +17,111 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.context import get_run_context
 from prefect.exceptions import MissingContextError
+from prefect.runtime import flow_run
 from pydantic import SecretStr
 
 from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.errors import PreflightError
-from opd_core.preflight import PairCard, PreflightReport, run_preflight
+from opd_core.preflight import PreflightReport, run_preflight
+from opd_core.preflight.facts import fingerprint
 from opd_core.scoring.asking import checked_key
-from opd_core.training.files import CONFIG_FILE
+from opd_core.training.attempts import (
+    Attempt,
+    RunHistory,
+    continue_run,
+    find_flow_run,
+)
+from opd_core.training.files import CONFIG_FILE, LOGS_FOLDER
+from opd_core.training.forks import ForkPoint, fork_run
+from opd_core.training.lineage import RunPlan, plan_run
 from opd_core.whole_file import write_whole
 from tasks.cards import card_table, cards_markdown, summary_line, write_cards
 from tasks.console import CONSOLE, TERMINAL, announce, logger, warn
 
-LOGS = "logs"
 PAIR_CHECK_KEY = "pair-check"
 """Prefect's key of the artifact with the cards."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run: what it does and where everything of it lies."""
+    """One run: what it does, where everything of it lies, and which attempt this is."""
 
     run_id: str
     directory: Path
     config: ExperimentConfig
+    history: RunHistory
 
     def log(self, name: str) -> Path:
         """The log file of one of its processes."""
-        return self.directory / LOGS / f"{name}.log"
+        return self.directory / LOGS_FOLDER / f"{name}.log"
+
+
+def plan_experiment(
+    recipe: str, overrides: Sequence[str] = (), resume: str | None = None, fork: str | None = None
+) -> RunPlan:
+    """What is to be run. A flow run that is tried again goes on in the directory of its first try.
+
+    Raises :class:`~opd_core.errors.ConfigError`.
+    """
+    plan = plan_run(recipe, overrides, resume=resume, fork=fork)
+    root, flow_run_id = plan.config.run.root_dir, flow_run.id
+    if plan.resume is None and flow_run_id and (tried := find_flow_run(root, str(flow_run_id))):
+        announce(f"this flow run was tried before: it goes on in {tried}")
+        return plan_run(recipe, resume=str(tried))
+    return plan
 
 
 @task(name="open run directory", cache_policy=NO_CACHE)
-def open_run(config: ExperimentConfig, cards: Sequence[PairCard] = ()) -> RunRecord:
-    """Create ``<root>/<name>-<id>/`` with the resolved recipe and the pair check cards in it."""
-    run_id = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    directory = config.run.root_dir / run_id
-    (directory / LOGS).mkdir(parents=True)
-    run = RunRecord(run_id, directory, config)
+def open_run(plan: RunPlan, checked: PreflightReport) -> RunRecord:
+    """Create ``<root>/<name>-<id>/``, or take up that of ``plan.resume``, with the resolved recipe
+    and the pair check cards in it.
+
+    Raises :class:`~opd_core.errors.ConfigError` or :class:`~opd_core.errors.PreflightError` for a
+    run that cannot be continued.
+    """
+    config, flow_run_id = plan.config, str(flow_run.id or "")
+    fingerprints = find_fingerprints(config, checked)
+    if plan.resume is not None:
+        directory, teardown_s = plan.resume, config.run.teardown_s
+        history = continue_run(directory, fingerprints, flow_run_id, teardown_s)
+        announce(f"continuing run {history.run_id}, attempt {len(history.attempts)}")
+    else:
+        run_id = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        directory = config.run.root_dir / run_id
+        directory.mkdir(parents=True)
+        forked_from = _fork(plan.fork, directory) if plan.fork else None
+        history = RunHistory(run_id, (Attempt.begin(flow_run_id),), fingerprints, forked_from)
+        history.write(directory)
+    (directory / LOGS_FOLDER).mkdir(exist_ok=True)
+    run = RunRecord(history.run_id, directory, config, history)
     write_config(run)
-    write_cards(directory, cards)
+    write_cards(directory, checked.cards)
     return run
+
+
+def _fork(source: Path, directory: Path) -> ForkPoint:
+    try:
+        point = fork_run(source, directory)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    announce(f"beginning from train step {point.train_step} of run {point.run_id}")
+    return point
+
+
+def find_fingerprints(config: ExperimentConfig, checked: PreflightReport) -> dict[str, str]:
+    """Of all that a run is made of and that lies here: its models and its data. The weights behind
+    an external server are not known."""
+    found = {f"teacher {name!r}": facts.fingerprint for name, facts in checked.teachers.items()}
+    if checked.student is not None:
+        found["the student"] = checked.student.fingerprint
+    data = {"data.train": config.data.train, "data.evaluation": config.data.evaluation}
+    return found | {key: fingerprint([Path(file)]) for key, file in data.items() if file}
 
 
 def write_config(run: RunRecord) -> None:
     """Write the resolved recipe: what was run, every default spelled out, no key in it."""
-    text = json.dumps(run.config.resolved(), indent=2)
+    text = json.dumps(run.config.resolved(), indent=2, ensure_ascii=False)
     write_whole(run.directory / CONFIG_FILE, text)
 
 

@@ -25,12 +25,11 @@ from opd_core.lifecycle.handle import Supervisor
 from opd_core.lifecycle.records import ChildSpec, Receipt
 from opd_core.preflight import PreflightReport
 from opd_core.scoring.facts import TeacherFacts
-from opd_core.training.jobs import HTTP_ERRORS, StudentJob
+from opd_core.training.attempts import end_attempt
+from opd_core.training.jobs import HTTP_ERRORS, STOP_S, StudentJob
 from tasks.console import announce, warn
 from tasks.environment import RunRecord, resolve_key
 from tasks.tracking import Tracker, build_summary, show_summary, write_model_card, write_summary
-
-JOB_STOP_S = 30.0
 
 
 class TeardownError(OPDError):
@@ -59,6 +58,7 @@ class Session:
     job: StudentJob | None = None
     teacher_facts: dict[str, TeacherFacts] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
+    job_restarts: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
 
@@ -68,6 +68,12 @@ class Session:
         opd = self.run.config.opd
         teachers = opd.teachers if opd else ()
         return {t.key_variable: self.keys[t.name] for t in teachers if t.name in self.keys}
+
+    @property
+    def job_log(self) -> Path:
+        """The log of the student's job; each job that was started again has its own."""
+        number = self.job_restarts + 1
+        return self.run.log("student" if number == 1 else f"student-{number}")
 
     def spawn(self, spec: ChildSpec) -> None:
         """Start a process under the supervisor. Raises :class:`ServingError`."""
@@ -188,6 +194,7 @@ def _conclude(
     run = session.run
     summary = session.summary = build_summary(run, receipt, session.seconds, error)
     summary["teacher_restarts"] = session.restarts
+    summary["job_restarts"] = session.job_restarts
     with _told("the summary"):
         write_summary(run, summary)
     with _told("the model card"):
@@ -196,6 +203,8 @@ def _conclude(
         with _told("the end of tracking"):
             summary["mlflow_run_id"] = tracker.finish(summary)
             write_summary(run, summary)
+    with _told("the end of the attempt"):
+        end_attempt(run.directory, summary["status"])
     show_summary(summary)
 
 
@@ -209,8 +218,8 @@ def _told(what: str) -> Iterator[None]:
 
 def _stop_job(job: StudentJob) -> None:
     try:
-        if not job.stop(JOB_STOP_S):
-            warn(f"Ray job {job.job_id} did not end within {JOB_STOP_S:.0f} s; stop it by hand")
+        if not job.stop(STOP_S):
+            warn(f"Ray job {job.job_id} did not end within {STOP_S:.0f} s; stop it by hand")
     except HTTP_ERRORS as error:
         warn(f"Ray job {job.job_id} could not be stopped: {error}")
 

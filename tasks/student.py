@@ -13,11 +13,11 @@ from prefect.cache_policies import NO_CACHE
 from opd_core.errors import TrainingError
 from opd_core.lifecycle.logs import log_tail
 from opd_core.tracking.journal import JournalReader
-from opd_core.training.files import JOURNAL_FILE
-from opd_core.training.jobs import ENDED, HTTP_ERRORS, StudentJob, connect_jobs
-from opd_core.training.results import read_result
+from opd_core.training.files import JOURNAL_FILE, RESULT_FILE, SCORING_FILE
+from opd_core.training.jobs import ENDED, HTTP_ERRORS, StudentJob, connect_jobs, next_job
+from opd_core.training.results import RunResult, read_result
 from opd_core.whole_file import write_whole
-from tasks.console import TrainingProgress, announce
+from tasks.console import TrainingProgress, announce, warn
 from tasks.session import Session
 from tasks.watch import TeacherWatch
 
@@ -26,12 +26,12 @@ STATUS_EVERY_S = 2.0
 LOG_EVERY_S = 10.0
 FAILED_POLLS = 10
 """So many status calls in a row may fail before the cluster is given up."""
-STUDENT = "student"
 
 
 @task(name="train student", cache_policy=NO_CACHE)
 def train_student(session: Session) -> None:
-    """Run the training job; its result is then in the run directory.
+    """Run the training job; its result is then in the run directory. A job that dies is started
+    again, at most ``training.max_restarts`` times; the teachers stay up meanwhile.
 
     Raises :class:`TrainingError` with the driver's own reason, or the tail of its log. Whatever is
     raised, the session ends the job.
@@ -44,25 +44,68 @@ def train_student(session: Session) -> None:
             still_alive=session.still_alive,
         )
     announce("Ray is up; starting the student's job")
-    job = session.job = StudentJob(client, session.run.run_id)
-    job.submit(sys.executable, str(session.run.directory))
+    with session.stage("student_job"):
+        run_jobs(session, client)
+
+
+def run_jobs(session: Session, client: Any) -> None:
+    """Jobs on the cluster of ``client``, until one completes the training."""
+    progress = TrainingProgress(session.run.config.training.steps)
+    reader = JournalReader(session.run.directory / JOURNAL_FILE)
+    for record in reader.read():  # of earlier attempts
+        progress.skip(record.train_step, record.metrics)
+    with progress:
+        while not _run_job(session, client, reader, progress):
+            session.job_restarts += 1
+
+
+def _run_job(
+    session: Session, client: Any, reader: JournalReader, progress: TrainingProgress
+) -> bool:
+    """One job to its end: True if it completed the training, False if it died and may be started
+    again. Raises :class:`TrainingError` for any other end."""
+    directory = session.run.directory
+    for stale in (RESULT_FILE, SCORING_FILE):
+        (directory / stale).unlink(missing_ok=True)
+    job = session.job = next_job(client, session.run.run_id)
+    job.submit(sys.executable, str(directory))
     try:
-        with session.stage("student_job"), _Follower(session, job) as follower:
+        with _Follower(session, job, reader, progress) as follower:
             status = follower.to_its_end()
     finally:
         save_log(session, job)
-    result = read_result(session.run.directory)
+    result = read_result(directory)
+    if result is not None and result.status == "completed":
+        return True
+    _tell_restart(session, result, status)
+    return False
+
+
+def _tell_restart(session: Session, result: RunResult | None, status: str) -> None:
+    """Say why the job died. Raises :class:`TrainingError` if it is not to be started again."""
     if result is None:
-        tail = log_tail(session.run.log(STUDENT))
-        raise TrainingError(f"the student's job ended ({status}) without a result:\n{tail}")
-    if result.status != "completed":
-        raise TrainingError(f"{result.error_type}: {result.error}")
+        short = f"it ended ({status}) without a result"
+        said = f"the student's job ended ({status}) without a result:\n{log_tail(session.job_log)}"
+        restartable = status != "STOPPED"  # that is somebody's wish
+    else:
+        said = short = f"{result.error_type}: {result.error}"
+        restartable = result.restartable
+    if not restartable:
+        raise TrainingError(said)
+    limit, done = session.run.config.training.max_restarts, session.job_restarts
+    if done >= limit:
+        again = f"the job was started again {done} times already (training.max_restarts)"
+        raise TrainingError(f"{said}\n{again}")
+    warn(
+        f"the student's job died ({short}); starting it again from its last checkpoint, "
+        f"{done + 1} of {limit}"
+    )
 
 
 def save_log(session: Session, job: StudentJob) -> None:
     """Bring the job's log into the run directory; a failure costs nothing but the log's end."""
     with suppress(*HTTP_ERRORS):
-        write_whole(session.run.log(STUDENT), job.log())
+        write_whole(session.job_log, job.log())
 
 
 class _JobEnded(Exception):
@@ -72,21 +115,21 @@ class _JobEnded(Exception):
 class _Follower:
     """Shows a job's progress and looks after its teachers until it has ended."""
 
-    def __init__(self, session: Session, job: StudentJob) -> None:
+    def __init__(
+        self, session: Session, job: StudentJob, reader: JournalReader, progress: TrainingProgress
+    ) -> None:
         self._session = session
         self._job = job
-        self._reader = JournalReader(session.run.directory / JOURNAL_FILE)
-        self._progress = TrainingProgress(session.run.config.training.steps)
+        self._reader = reader
+        self._progress = progress
         self._watch = TeacherWatch(session)
         self._next_status = self._next_log = 0.0
         self._status, self._failed = "PENDING", 0
 
     def __enter__(self) -> Self:
-        self._progress.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._progress.__exit__(*raised)
         self._watch.close()
 
     def to_its_end(self) -> str:

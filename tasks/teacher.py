@@ -27,11 +27,11 @@ from opd_core.serving.readiness import (
     read_model_info,
     wait_until_healthy,
 )
+from opd_core.training.attempts import check_external_teachers
 from opd_core.training.files import TEACHERS_FILE
 from opd_core.whole_file import write_whole
 from tasks.cluster import STOP_LAST
 from tasks.console import announce, warn
-from tasks.environment import write_config
 from tasks.session import Session
 
 TELL_EVERY_S = 30.0
@@ -54,7 +54,6 @@ def start_teachers(session: Session) -> None:
         for teacher in opd.teachers
     ]
     session.replace_teachers(tuple(placed))
-    write_config(session.run)
 
 
 @task(name="wait for teachers", cache_policy=NO_CACHE)
@@ -67,6 +66,7 @@ def await_teachers(session: Session) -> None:
     with session.stage("teachers_wait"):
         for teacher in opd.teachers if opd else ():
             session.teacher_facts[teacher.name] = _await_teacher(session, teacher)
+    check_external_teachers(session.run.directory, session.teacher_facts)
     _tell_facts(session)
 
 

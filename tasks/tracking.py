@@ -34,14 +34,22 @@ from opd_core.tracking.mlflow_sink import (
 from opd_core.tracking.shipper import Shipper, SinkFactory
 from opd_core.tracking.sink import Artifact, Ending, RunStatus
 from opd_core.tracking.tensorboard_sink import TensorBoardSink
-from opd_core.training.files import CONFIG_FILE, JOURNAL_FILE, RESULT_FILE
+from opd_core.training.attempts import COMPLETED, can_go_on
+from opd_core.training.files import (
+    CONFIG_FILE,
+    JOURNAL_FILE,
+    LOGS_FOLDER,
+    MODEL_CARD_FILE,
+    RESULT_FILE,
+    RUN_FILE,
+    SUMMARY_FILE,
+)
+from opd_core.training.forks import name_of
 from opd_core.training.results import RunResult, read_result, summarise
 from opd_core.whole_file import write_whole
-from tasks.console import CONSOLE, TERMINAL, logger, warn
-from tasks.environment import LOGS, RunRecord
+from tasks.console import CONSOLE, TERMINAL, announce, logger, warn
+from tasks.environment import RunRecord
 
-SUMMARY_FILE = "summary.json"
-MODEL_CARD_FILE = "model_card.md"
 SHIP_WITHIN_S = 60.0
 GROUPS = ("completed", "filtered", "failed")
 PACKAGES = ("torch", "transformers", "ray", "prefect", "mlflow")
@@ -79,7 +87,7 @@ class Tracker:
         """Ship the rest and the final status; never raises. Returns MLflow's run id."""
         run = self._run
         kept = [CONFIG_FILE, JOURNAL_FILE, RESULT_FILE, SUMMARY_FILE, MODEL_CARD_FILE]
-        kept += [LEDGER_FILE, RECEIPT_FILE, LOGS]
+        kept += [RUN_FILE, LEDGER_FILE, RECEIPT_FILE, LOGS_FOLDER]
         status = str(summary["status"])
         ending = Ending(
             status=MLFLOW_STATUS.get(status, "FAILED"),
@@ -103,8 +111,8 @@ def build_summary(
 ) -> dict[str, Any]:
     """What ``summary.json`` holds, for a run that ended in any way."""
     result = _read_result(run)
-    numbers = summarise(_read_journal(run))
-    status = "completed"
+    numbers = summarise(_read_journal(run), since_s=run.history.attempts[-1].started_at)
+    status = COMPLETED
     if error is not None:
         status = "failed" if isinstance(error, Exception) else "cancelled"
     elif not receipt.clean:
@@ -113,16 +121,20 @@ def build_summary(
         "status": status,
         "error": "" if error is None else f"{type(error).__name__}: {error}",
         "run_id": run.run_id,
+        "attempts": len(run.history.attempts),
         "recipe": run.config.name,
         "seed": run.config.seed,
         "train_steps": numbers.train_steps,
+        "stopped": result.stopped,
         "accuracy": asdict(numbers.accuracy),
+        "pass_at": numbers.pass_at,
         "opd_reverse_kl": asdict(numbers.opd_reverse_kl),
         "groups": dict.fromkeys(GROUPS, 0) | {s: n for s, n in numbers.groups.items() if n},
         "lost": numbers.lost,
         "survivors": result.survivors,
         "prompts": result.prompts,
         "teacher_restarts": {},
+        "job_restarts": 0,
         "seconds": {
             name: round(value, 3)
             for name, value in {**seconds, **result.seconds, **numbers.seconds}.items()
@@ -175,6 +187,8 @@ def write_model_card(run: RunRecord, checked: PreflightReport, summary: Mapping[
         f"- Groups: {summary['groups']}",
         f"- Recipe hash {recipe_hash(run)}, code {git_commit()}, {versions}",
     ]
+    if (forked_from := run.history.forked_from) is not None:
+        lines.append(f"- Began from train step {forked_from.train_step} of {forked_from.run_id}")
     (run.directory / MODEL_CARD_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -186,6 +200,9 @@ def show_summary(summary: Mapping[str, Any]) -> None:
         if summary["lost"] and summary["survivors"]:
             # Below the table: a cell of it would break the lines.
             CONSOLE.print(summary["survivors"], markup=False, soft_wrap=True)
+    directory = Path(summary["run_directory"])
+    if summary["status"] != COMPLETED and can_go_on(directory):
+        announce(f"continue it with: opd run --resume {name_of(directory)}")
     if TERMINAL.summary_json:
         sys.stderr.flush()
         print(json.dumps(summary), flush=True)
@@ -195,7 +212,14 @@ def _table(summary: Mapping[str, Any]) -> Table:
     table = Table(title=f"{summary['run_id']}: {summary['status']}", show_header=False)
     table.add_row("accuracy (held out, sampled)", _span(summary["accuracy"]))
     table.add_row("opd_reverse_kl (nats/token)", _span(summary["opd_reverse_kl"]))
+    if summary["pass_at"]:
+        shares = (f"pass@{k} {share:.3f}" for k, share in summary["pass_at"].items())
+        table.add_row("held out, any of k answers", ", ".join(shares))
     table.add_row("train steps", str(summary["train_steps"]))
+    if summary["stopped"]:
+        table.add_row("stopped early", Text(summary["stopped"]))
+    if summary["attempts"] > 1:
+        table.add_row("attempts", str(summary["attempts"]))
     counts = (f"{count} {status}" for status, count in summary["groups"].items())
     table.add_row("groups", ", ".join(counts))
     if summary["lost"]:
@@ -203,6 +227,8 @@ def _table(summary: Mapping[str, Any]) -> Table:
         table.add_row("lost", ", ".join(causes))
     if summary["teacher_restarts"]:
         table.add_row("teachers started again", str(summary["teacher_restarts"]))
+    if summary["job_restarts"]:
+        table.add_row("job started again", str(summary["job_restarts"]))
     seconds = sorted(summary["seconds"].items(), key=lambda item: -item[1])
     table.add_row("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds))
     table.add_row("teardown", "nothing left" if summary["teardown_clean"] else "NOT CLEAN")
@@ -246,7 +272,8 @@ def git_commit() -> str:
 
 def _mlflow_run(run: RunRecord, checked: PreflightReport) -> MlflowRun:
     config = run.config
-    root = config.run.root_dir
+    root = run.directory.parent
+    forked_from = run.history.forked_from
     tags = {
         RUN_TAG: run.run_id,
         "opd.recipe": config.name,
@@ -258,6 +285,9 @@ def _mlflow_run(run: RunRecord, checked: PreflightReport) -> MlflowRun:
         "prefect.flow_run_id": str(flow_run.id or ""),
         "prefect.deployment_id": str(deployment.id or ""),
     }
+    if forked_from is not None:
+        tags["opd.forked_from"] = forked_from.run_id
+        tags["opd.forked_at_step"] = str(forked_from.train_step)
     tags |= {f"opd.teacher_fingerprint.{n}": f.fingerprint for n, f in checked.teachers.items()}
     return MlflowRun(
         tracking_uri=tracking_uri(config.tracking, root),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,12 +12,16 @@ from opd_core.errors import TrainingError
 from opd_core.rollout import Group, Prompt, Status
 from opd_core.sampling.protocol import Sampler
 
+RIGHT_REWARD = 1.0
+"""For pass@k an answer is right from this reward on; accuracy is the mean reward as it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Accuracy over all samples, its standard error over questions, and the answers' length.
 
-    ``by_source`` has accuracy and standard error of each data source, where there are several.
+    ``by_source`` has accuracy and standard error of each data source, where there are several;
+    ``pass_at`` has pass@k and its standard error over questions for each k asked for.
     """
 
     questions: int
@@ -26,6 +31,7 @@ class Evaluation:
     response_tokens_mean: float
     truncated_fraction: float
     by_source: dict[str, tuple[float, float]] = field(default_factory=dict)
+    pass_at: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Metric names and values."""
@@ -38,6 +44,9 @@ class Evaluation:
         for source, (accuracy, stderr) in self.by_source.items():
             metrics[f"eval/accuracy/{source}"] = accuracy
             metrics[f"eval/accuracy_stderr/{source}"] = stderr
+        for k, (value, stderr) in self.pass_at.items():
+            metrics[f"eval/pass_at_{k}"] = value
+            metrics[f"eval/pass_at_{k}_stderr"] = stderr
         return metrics
 
 
@@ -49,8 +58,11 @@ async def evaluate(
     batch_judge: JudgeRunner | None = None,
     decode: Callable[[Sequence[int]], str],
     settings: LoopSettings,
+    pass_at: Sequence[int] = (),
 ) -> Evaluation:
     """Sample ``settings.group_size`` answers a question and judge them.
+
+    ``pass_at`` are the k of pass@k, none above the number of answers.
 
     The same seeds are used at every evaluation, so before and after differ by the weights only.
     Raises :class:`TrainingError` if an answer could not be judged: accuracy is not guessed.
@@ -71,15 +83,39 @@ async def evaluate(
         response_tokens_mean=sum(len(r.response_ids) for r in rollouts) / len(rollouts),
         truncated_fraction=sum(r.truncated for r in rollouts) / len(rollouts),
         by_source=_by_source(groups),
+        pass_at={k: _mean([_passes(group, k) for group in groups]) for k in pass_at},
     )
 
 
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The chance that k of a question's ``samples`` answers, ``right`` of which are right, hold a
+    right one: the unbiased estimate of pass@k.
+
+    1 - C(n - c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on Code",
+    equation 1. Whole numbers until the one division, so nothing overflows or cancels. Raises
+    ValueError for a k above the number of samples.
+    """
+    if k > samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples a question, got {samples}")
+    choices = math.comb(samples, k)
+    return (choices - math.comb(samples - right, k)) / choices
+
+
+def _passes(group: Group, k: int) -> float:
+    rewards = [rollout.reward or 0.0 for rollout in group.rollouts]
+    return pass_at_k(len(rewards), sum(reward >= RIGHT_REWARD for reward in rewards), k)
+
+
 def _accuracy(groups: Sequence[Group]) -> tuple[float, float]:
-    """Mean reward, and its standard error over questions (0 for one question)."""
-    means = [sum(r.reward or 0.0 for r in g.rollouts) / len(g.rollouts) for g in groups]
-    mean = sum(means) / len(means)
-    variance = sum((m - mean) ** 2 for m in means) / max(len(means) - 1, 1)
-    return mean, (variance / len(means)) ** 0.5
+    """Mean reward and its standard error over questions."""
+    return _mean([sum(r.reward or 0.0 for r in g.rollouts) / len(g.rollouts) for g in groups])
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """Mean of one value a question, and its standard error (0 for one question)."""
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
+    return mean, (variance / len(values)) ** 0.5
 
 
 def _by_source(groups: Sequence[Group]) -> dict[str, tuple[float, float]]:

@@ -105,6 +105,12 @@ class JudgeRunner:
                 self._executor = None
             said = f"the judge's process died, or gave no answer for {self._timeout_s:g} s"
             raise JudgeError(f"{self.path}: {said}") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # It was not begun when the runner was closed.
+            raise JudgeError(f"{self.path}: the judge was closed") from None
         except JudgeError:
             raise
         except Exception as error:

@@ -5,8 +5,25 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from opd_core.errors import TrainingError
 from opd_core.rollout import Prompt
+from opd_core.rollout_json import from_plain, refused_as, to_plain
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """How far a queue of ``prompts`` prompts is: ``taken`` of the order of ``epoch``; -1 is over
+    before the first is asked. Prompts are named by their rows, which are strings as keys."""
+
+    prompts: int
+    epoch: int
+    taken: int
+    returned: tuple[int, ...]
+    requeued: dict[str, int]
+    asked: dict[str, int]
 
 
 class PromptQueue:
@@ -44,6 +61,47 @@ class PromptQueue:
         self._returned.append(prompt)
         return True
 
+    def state(self) -> dict[str, Any]:
+        """All that :meth:`restore` needs, as plain JSON data; the order itself follows from the
+        seed."""
+        state = QueueState(
+            prompts=len(self._prompts),
+            epoch=self._epoch,
+            taken=len(self._prompts) - len(self._order),
+            returned=tuple(prompt.row for prompt in self._returned),
+            requeued={str(row): count for row, count in self._requeued.items()},
+            asked={str(row): count for row, count in self._asked.items()},
+        )
+        plain: dict[str, Any] = to_plain(state)
+        return plain
+
+    def restore(self, state: object) -> None:
+        """Go on where ``state`` was taken. Raises :class:`TrainingError` for one of other data, or
+        that is none; the queue is then as it was."""
+        with refused_as("state of the prompt queue"):
+            saved: QueueState = from_plain(QueueState, state)
+            requeued = {int(row): count for row, count in saved.requeued.items()}
+            asked = {int(row): count for row, count in saved.asked.items()}
+            self._check(saved, {*saved.returned, *requeued, *asked})
+        by_row = {prompt.row: prompt for prompt in self._prompts}
+        self._epoch = saved.epoch
+        self._order = self._order_of(saved.epoch)[: len(self._prompts) - saved.taken]
+        self._returned = [by_row[row] for row in saved.returned]
+        self._requeued, self._asked = Counter(requeued), Counter(asked)
+
+    def _check(self, saved: QueueState, rows: set[int]) -> None:
+        count, unknown = len(self._prompts), rows - {prompt.row for prompt in self._prompts}
+        if saved.prompts != count or unknown:
+            found = f"it is of {saved.prompts} prompts, and the data gives {count}"
+            if unknown:
+                found += f"; it names rows that the data does not give: {sorted(unknown)[:5]}"
+            raise TrainingError(
+                f"{found}; go on with the data file, data.max_prompt_tokens and tokenizer that the "
+                "run began with, or start a new run"
+            )
+        if saved.epoch < -1 or not 0 <= saved.taken <= count:
+            raise ValueError(f"{saved.taken} prompts of epoch {saved.epoch} cannot have been taken")
+
     def _next(self) -> tuple[Prompt, int]:
         prompt = self._returned.pop(0) if self._returned else self._next_in_order()
         asked = self._asked[prompt.row]
@@ -54,6 +112,11 @@ class PromptQueue:
         if not self._order:
             self._epoch += 1
             self._requeued.clear()
-            self._order = list(range(len(self._prompts)))
-            random.Random(f"{self._seed}:{self._epoch}").shuffle(self._order)
+            self._order = self._order_of(self._epoch)
         return self._prompts[self._order.pop()]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        """An epoch's order, the first prompt last."""
+        order = list(range(len(self._prompts)))
+        random.Random(f"{self._seed}:{epoch}").shuffle(order)
+        return order

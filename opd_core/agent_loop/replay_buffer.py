@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from opd_core.errors import TrainingError
 from opd_core.rollout import Group, RolloutState, Status
+from opd_core.rollout_json import group_from_plain, group_to_plain, refused_as
 
 
 class ReplayBuffer:
@@ -38,6 +41,18 @@ class ReplayBuffer:
         self._groups.sort(key=lambda group: group.group_id)
         taken, self._groups = self._groups[:count], self._groups[count:]
         return taken
+
+    def state(self) -> list[dict[str, Any]]:
+        """The groups as plain JSON data."""
+        return [group_to_plain(group) for group in self._groups]
+
+    def restore(self, state: Iterable[object]) -> None:
+        """Hold the groups of ``state`` and no others. Raises :class:`TrainingError` for what is no
+        group or must not train."""
+        self._groups = []
+        with refused_as("state of the replay buffer"):
+            for plain in state:
+                self.put(group_from_plain(plain))
 
     def _check(self, rollout: RolloutState) -> None:
         who = f"rollout {rollout.index} of group {rollout.group_id} (data row {rollout.prompt.row})"

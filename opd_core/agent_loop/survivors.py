@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any, Self
 
 from opd_core.rollout import Group, Status
+from opd_core.rollout_json import from_plain, refused_as, to_plain
 
 KEPT, DROPPED = "kept", ("filtered", "failed")
 OUTCOMES = (KEPT, *DROPPED)
@@ -129,6 +131,20 @@ class Survivors:
             self.examples.setdefault(cause, example)
         for outcome, tally in other.tallies.items():
             self.tallies[outcome].add(tally)
+
+    def state(self) -> dict[str, Any]:
+        """All of it as plain JSON data."""
+        state: dict[str, Any] = to_plain(self)
+        return state
+
+    @classmethod
+    def restore(cls, state: object) -> Self:
+        """The inverse of :meth:`state`. Raises :class:`TrainingError` for anything else."""
+        with refused_as("state of the survivors"):
+            survivors: Self = from_plain(cls, state)
+            if survivors.tallies.keys() != set(OUTCOMES):
+                raise ValueError(f"tallies: expected {OUTCOMES}, got {[*survivors.tallies]}")
+        return survivors
 
     def table(self) -> str:
         """For people: a row for each outcome, each cause with an example, then :meth:`bias`."""

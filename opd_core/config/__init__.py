@@ -16,7 +16,9 @@ from opd_core.config.experiment import ExperimentConfig, RayConfig, RunConfig, T
 from opd_core.config.student import (
     DataConfig,
     EvaluationConfig,
+    LoRAConfig,
     SamplingConfig,
+    StopConfig,
     StudentConfig,
     TaskSpecConfig,
     TrainingConfig,
@@ -34,10 +36,12 @@ from opd_core.config.teacher import (
 __all__ = [
     "ExperimentConfig",
     "StudentConfig",
+    "LoRAConfig",
     "DataConfig",
     "TaskSpecConfig",
     "SamplingConfig",
     "TrainingConfig",
+    "StopConfig",
     "EvaluationConfig",
     "RayConfig",
     "TrackingConfig",

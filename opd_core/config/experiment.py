@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -29,6 +29,9 @@ class RayConfig(Frozen):
     num_cpus: int | None = Field(None, ge=1, description="CPUs of the private head; null is enough")
     object_store_mb: int = Field(200, ge=80)
     startup_limit_s: float = Field(180.0, gt=0)
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        "PACK", description="How Ray places the actors over nodes (its placement group strategies)"
+    )
 
     @field_validator("address")
     @classmethod
@@ -68,6 +71,11 @@ class ExperimentConfig(Frozen):
     name: Name
     description: str = ""
     seed: int = Field(1234, ge=0)
+    deterministic: bool = Field(
+        False,
+        description="The same bits from the same recipe on the same machine, at a price: rollouts "
+        "are scored one by one, in their order",
+    )
     student: StudentConfig
     data: DataConfig
     task: TaskSpecConfig = TaskSpecConfig()

@@ -9,6 +9,16 @@ from pydantic import Field, field_validator, model_validator
 from opd_core.config.values import Beta, Devices, Frozen, ImportPath, ModelOrPath
 
 
+class LoRAConfig(Frozen):
+    """Low-rank adapters (the ``peft`` library) that train in place of the weights."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0, description="The adapters' product is scaled by alpha / rank")
+    target_modules: str | tuple[str, ...] = Field(
+        "all-linear", description="Names of the layers that get one; all-linear is all but the head"
+    )
+
+
 class StudentConfig(Frozen):
     """The model being trained."""
 
@@ -20,6 +30,7 @@ class StudentConfig(Frozen):
     )
     devices: Devices = ("cpu",)
     cpu_threads: int = Field(1, ge=1, description="Compute threads of each actor on a CPU")
+    lora: LoRAConfig | None = Field(None, description="null trains all weights")
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -118,6 +129,20 @@ class SamplingConfig(Frozen):
         return self.temperature == 1.0 and self.unshaped
 
 
+class StopConfig(Frozen):
+    """A target that ends training early."""
+
+    metric: str = Field("eval/accuracy", min_length=1, description="Any metric of the journal")
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Self:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("name either 'at_least' or 'at_most'")
+        return self
+
+
 class TrainingConfig(Frozen):
     """The optimizer's side of a train step."""
 
@@ -127,17 +152,68 @@ class TrainingConfig(Frozen):
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     weight_decay: float = Field(0.1, ge=0)
     warmup_steps: int = Field(0, ge=0, description="Linear warm-up, in optimizer steps")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Of the learning rate after the warm-up, over all optimizer steps"
+    )
+    final_learning_rate: float = Field(0.0, ge=0, description="Where linear and cosine end")
     max_grad_norm: float = Field(1.0, gt=0)
     optimizer_steps_per_batch: int = Field(1, ge=1)
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
     dual_clip: float = Field(10.0, gt=1)
-    micro_batch_tokens: int = Field(8192, ge=1, description="Padded tokens of one forward, a rank")
+    reference_kl_weight: float = Field(
+        0.0, ge=0, description="Of the reverse KL to the student as it was at the start; 0 is off"
+    )
+    packing: bool = Field(
+        True, description="Sequences of a forward lie end to end; false pads them to the longest"
+    )
+    micro_batch_tokens: int = Field(
+        8192, ge=1, description="Tokens of one forward on a rank, padding included"
+    )
     logprob_chunk_tokens: int = Field(512, ge=1, description="Positions whose logits live at once")
     gradient_checkpointing: bool = False
     actors: int = Field(1, ge=1, description="Data-parallel training actors (ranks)")
-    checkpoint_every: int = Field(0, ge=0, description="Train steps; 0 saves at the end only")
-    keep_checkpoints: int = Field(2, ge=1)
+    shard_ranks: int | None = Field(
+        None,
+        ge=1,
+        description="Ranks that share one copy of weights and optimizer (FSDP2); null is all of "
+        "them, a divisor of training.actors keeps several copies (HSDP)",
+    )
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="Between ranks; auto is NCCL on GPUs and gloo on CPUs"
+    )
+    checkpoint_every: int = Field(
+        20, ge=0, description="Train steps; 0 keeps none: a resume trains the recorded batches anew"
+    )
+    keep_checkpoints: int = Field(2, ge=1, description="The newest so many")
+    keep_every: int = Field(
+        0, ge=0, description="Checkpoints of train steps that this divides stay for good; 0 is none"
+    )
+    export_checkpoints: bool = Field(
+        True, description="Each checkpoint also holds the student in Hugging Face format"
+    )
+    max_restarts: int = Field(
+        2, ge=0, description="Times that the job is started again after a dead driver or actor"
+    )
+    stop_when: StopConfig | None = Field(None, description="null trains all steps")
+
+    @model_validator(mode="after")
+    def _shards_fit(self) -> Self:
+        if self.shard_ranks is not None and self.actors % self.shard_ranks:
+            raise ValueError(
+                f"shard_ranks: {self.shard_ranks} does not divide the {self.actors} training "
+                "actors: name a divisor, or null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _learning_rate_falls(self) -> Self:
+        if self.final_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"final_learning_rate: {self.final_learning_rate} is above learning_rate "
+                f"({self.learning_rate}); the schedules only fall: lower it"
+            )
+        return self
 
 
 class EvaluationConfig(Frozen):
@@ -145,4 +221,23 @@ class EvaluationConfig(Frozen):
 
     every: int = Field(0, ge=0, description="Train steps between evaluations; 0 is ends only")
     samples: int = Field(1, ge=1, description="Sampled answers a question")
+    pass_at: tuple[int, ...] = Field(
+        (), description="For each k: the chance that k of the answers hold a right one (pass@k)"
+    )
     temperature: float = Field(1.0, gt=0)
+
+    @field_validator("pass_at")
+    @classmethod
+    def _distinct(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(k < 1 for k in value) or len(set(value)) != len(value):
+            raise ValueError(f"expected distinct numbers from 1, got {list(value)}")
+        return value
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> Self:
+        if self.pass_at and max(self.pass_at) > self.samples:
+            raise ValueError(
+                f"pass_at: pass@{max(self.pass_at)} needs at least so many evaluation.samples, "
+                f"which is {self.samples}"
+            )
+        return self

@@ -1,6 +1,6 @@
 """From logprobs and rewards to per-token advantages.
 
-Owns: reverse KL per token, group-relative task advantages, and their weighted sum.
+Owns: reverse KL per token, group-relative task advantages, and the weighted sum of the terms.
 Does not own: where teacher scores come from, the baseline's value, the policy loss.
 """
 
@@ -21,7 +21,7 @@ class OPDAdvantages(NamedTuple):
     """
 
     advantages: Float[Tensor, "B T"]
-    """A_t, the task term plus the OPD term; 0 off the mask."""
+    """A_t, the sum of all terms; 0 off the mask."""
     opd_term: Float[Tensor, "B T"]
     """What the teacher added to A_t: -w_opd * (clamp(k_t) - baseline); 0 off the mask."""
     clamped: Bool[Tensor, "B T"]
@@ -99,91 +99,94 @@ def opd_advantages(
     *,
     reverse_kl: Float[Tensor, "B T"] | None,
     response_mask: Bool[Tensor, "B T"],
-    task_advantages: Float[Tensor, " B"] | None,
+    task_advantages: Float[Tensor, "B T"] | None,
     task_adv_weight: float,
     opd_adv_weight: float,
     kl_clamp: float | None = None,
     baseline: Float[Tensor, ""] | float = 0.0,
+    reference_kl: Float[Tensor, "B T"] | None = None,
+    reference_kl_weight: float = 0.0,
 ) -> OPDAdvantages:
-    """A_t = w_task * A_task - w_opd * (clamp(k_t) - baseline) on the mask, 0 elsewhere; detached.
+    """The advantage of each token: weighted task reward, teacher and reference; detached.
 
-    The policy-gradient form of reverse-KL distillation: with ratio 1 and no clamp, the expected
-    gradient of the surrogate equals the gradient of the exact reverse KL at each position.
+    A_t = w_task * A_task_t - w_opd * (clamp(k_t) - baseline) - w_ref * reference_kl_t on the mask,
+    0 elsewhere.
 
-    Order: k is clamped to [-kl_clamp, kl_clamp] first, then the baseline is subtracted. The
+    The OPD term is the policy-gradient form of reverse-KL distillation: with ratio 1 and no clamp,
+    the expected gradient of the surrogate equals the gradient of the exact reverse KL at each
+    position. k is clamped to [-kl_clamp, kl_clamp] first, then the baseline is subtracted. The
     baseline is one constant for the whole batch, the mean of rollout_logprobs - teacher_logprobs,
     known before the forward pass; it lowers the variance and leaves the expected gradient as it is.
     The sum is not normalised afterwards: that would erase the teacher.
+
+    The reference term keeps the student near its start. It is a part of the advantage for the same
+    reason: its expected gradient at ratio 1 is that of KL(student || reference), which the k2 loss
+    (reference_kl^2 / 2) has too. The k3 loss (r - 1 - log r with r = p_reference / p_student)
+    estimates the same value, but its gradient (1 - r) * grad(logprob) has the expectation of the
+    forward KL(reference || student)'s (estimators: Schulman 2020, "Approximating KL divergence").
 
     A term of weight 0 contributes exactly 0, even if its inputs are None or hold NaN.
 
     Args:
         reverse_kl: k_t from `reverse_kl`; may be None where opd_adv_weight is 0.
         response_mask: True on tokens that the student sampled.
-        task_advantages: A_task per rollout; may be None where task_adv_weight is 0.
+        task_advantages: A_task of the rollout that the token belongs to (a row may hold several
+            rollouts); may be None where task_adv_weight is 0.
         task_adv_weight: w_task.
         opd_adv_weight: w_opd.
         kl_clamp: bound of |k_t| in nats, above 0; None for no clamp.
         baseline: constant subtracted from the clamped k, in nats.
+        reference_kl: old_logprobs - reference_logprobs in nats, `reverse_kl` with the reference in
+            the teacher's place; may be None where reference_kl_weight is 0.
+        reference_kl_weight: w_ref.
 
     Raises:
         ValueError: shapes that do not fit, an input missing whose weight is not 0, kl_clamp <= 0.
     """
-    _check_mask(response_mask, reverse_kl=reverse_kl)
+    _check_mask(
+        response_mask,
+        reverse_kl=reverse_kl,
+        task_advantages=task_advantages,
+        reference_kl=reference_kl,
+    )
     if kl_clamp is not None and kl_clamp <= 0:
         raise ValueError(f"expected kl_clamp > 0 or None, got {kl_clamp}; None means no clamp")
+    if isinstance(baseline, Tensor) and baseline.ndim != 0:
+        raise ValueError(
+            f"expected a scalar baseline for the whole batch, got {tuple(baseline.shape)}"
+        )
     clamped = torch.zeros_like(response_mask)
-    if reverse_kl is not None and kl_clamp is not None:
-        clamped = response_mask & (reverse_kl.detach().abs() > kl_clamp)
-    opd_term = _opd_term(reverse_kl, response_mask, opd_adv_weight, kl_clamp, baseline)
-    task_term = _task_term(task_advantages, response_mask, task_adv_weight)
-    return OPDAdvantages(advantages=task_term + opd_term, opd_term=opd_term, clamped=clamped)
+    below_baseline = None
+    if reverse_kl is not None:
+        k = reverse_kl
+        if kl_clamp is not None:
+            clamped = response_mask & (k.abs() > kl_clamp)
+            k = k.clamp(-kl_clamp, kl_clamp)
+        below_baseline = baseline - k
+    task_term = _term(
+        response_mask, task_adv_weight, task_advantages, "task_adv_weight", "task_advantages"
+    )
+    opd_term = _term(response_mask, opd_adv_weight, below_baseline, "opd_adv_weight", "reverse_kl")
+    reference_term = _term(
+        response_mask, reference_kl_weight, reference_kl, "reference_kl_weight", "reference_kl"
+    )
+    return OPDAdvantages(
+        advantages=task_term + opd_term - reference_term, opd_term=opd_term, clamped=clamped
+    )
 
 
-def _opd_term(
-    reverse_kl: Tensor | None,
-    response_mask: Tensor,
-    weight: float,
-    kl_clamp: float | None,
-    baseline: Tensor | float,
+def _term(
+    response_mask: Tensor, weight: float, value: Tensor | None, weight_name: str, value_name: str
 ) -> Float[Tensor, "B T"]:
-    """-weight * (clamp(k) - baseline) on the mask, 0 elsewhere."""
+    """weight * value on the mask, 0 elsewhere and where the weight is 0; detached."""
     if weight == 0:
         return torch.zeros_like(response_mask, dtype=torch.float32)
-    if reverse_kl is None:
+    if value is None:
         raise ValueError(
-            f"opd_adv_weight is {weight} but reverse_kl is None; score the rollouts with their "
-            "teacher, or set opd_adv_weight to 0"
+            f"{weight_name} is {weight} but {value_name} is None; compute {value_name} for every "
+            f"response token, or set {weight_name} to 0"
         )
-    if isinstance(baseline, Tensor):
-        if baseline.ndim != 0:
-            raise ValueError(
-                f"expected a scalar baseline for the whole batch, got {tuple(baseline.shape)}"
-            )
-        baseline = baseline.detach()
-    k = reverse_kl.detach()
-    if kl_clamp is not None:
-        k = k.clamp(-kl_clamp, kl_clamp)
-    return torch.where(response_mask, -weight * (k - baseline), 0.0)
-
-
-def _task_term(
-    task_advantages: Tensor | None, response_mask: Tensor, weight: float
-) -> Float[Tensor, "B T"]:
-    """weight * A_task of the row on the mask, 0 elsewhere."""
-    if weight == 0:
-        return torch.zeros_like(response_mask, dtype=torch.float32)
-    if task_advantages is None:
-        raise ValueError(
-            f"task_adv_weight is {weight} but task_advantages is None; compute them from the "
-            "rewards, or set task_adv_weight to 0"
-        )
-    if task_advantages.shape != response_mask.shape[:1]:
-        raise ValueError(
-            f"expected task_advantages [B] with B = {response_mask.shape[0]}, one per rollout, got "
-            f"{tuple(task_advantages.shape)}"
-        )
-    return torch.where(response_mask, weight * task_advantages.detach().unsqueeze(-1), 0.0)
+    return torch.where(response_mask, weight * value.detach(), 0.0)
 
 
 def _check_mask(response_mask: Tensor, **fields: Tensor | None) -> None:

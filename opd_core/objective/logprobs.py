@@ -7,13 +7,14 @@ temperature (it is 1 here).
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 
 def token_logprobs(
@@ -29,13 +30,15 @@ def token_logprobs(
     result[:, i] = log_softmax(hidden[:, i - 1] @ head_weight.T + head_bias)[token_ids[:, i]]
     result[:, 0] = 0, since nothing predicts the first token (the response mask is False there).
 
-    The projection runs in the dtype of its inputs, the log-softmax in fp32, and so is the result
-    (fp64 inputs stay fp64). Positions are taken `chunk_tokens` at a time and each chunk is
-    recomputed in the backward pass, so neither pass holds more than a few [chunk_tokens, V]
-    tensors: a full fp32 [B, T, V] would be 10 GB for one row of 16 384 tokens at V = 152 000.
+    The projection runs in the dtype of its inputs (under autocast in autocast's), the log-softmax
+    in fp32, and so is the result (fp64 inputs stay fp64). Positions are taken `chunk_tokens` at a
+    time and each chunk is computed again in the backward pass, so both passes hold one fp32
+    [chunk_tokens, V] (in bf16 half of one more): a full fp32 [B, T, V] would be 10 GB for one row
+    of 16 384 tokens at V = 152 000. The result can be differentiated once.
 
-    The gradient of `head_weight` is a sum of one term per chunk in the weight's own dtype; in bf16
-    larger chunks round less. `head_weight` must still hold its values during backward.
+    The gradient of `head_weight` is summed over the chunks in fp32 and rounded to the weight's
+    dtype once; an input that needs no gradient costs no work in backward. `head_weight` must still
+    hold its values during backward.
 
     Args:
         hidden: last hidden states, after the final norm.
@@ -49,43 +52,118 @@ def token_logprobs(
     """
     _check_shapes(hidden, head_weight, token_ids, head_bias, chunk_tokens)
     batch, length = token_ids.shape
-    states = hidden[:, :-1].reshape(batch * (length - 1), hidden.shape[-1])
-    targets = token_ids[:, 1:].reshape(batch * (length - 1))
-    # split gives one empty chunk where there is no position, which keeps the result
-    # connected to the graph: a rank without tokens still takes part in backward.
-    chunks = [
-        cast(
-            Tensor,
-            checkpoint(
-                _chunk_logprobs,
-                chunk_states,
-                head_weight,
-                head_bias,
-                chunk_targets,
-                use_reentrant=False,
-                # Nothing is random here, and reading the RNG state waits for the device.
-                preserve_rng_state=False,
-            ),
-        )
-        for chunk_states, chunk_targets in zip(
-            torch.split(states, chunk_tokens), torch.split(targets, chunk_tokens), strict=True
-        )
-    ]
-    return functional.pad(torch.cat(chunks).reshape(batch, length - 1), (1, 0))
+    logprobs = cast(
+        Tensor,
+        _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden[:, :-1].reshape(batch * (length - 1), hidden.shape[-1]),
+            head_weight,
+            head_bias,
+            token_ids[:, 1:].reshape(batch * (length - 1), 1).long(),
+            chunk_tokens,
+        ),
+    )
+    return functional.pad(logprobs.reshape(batch, length - 1), (1, 0))
 
 
-def _chunk_logprobs(
-    states: Float[Tensor, "C H"],
-    head_weight: Float[Tensor, "V H"],
-    head_bias: Float[Tensor, " V"] | None,
-    targets: Int[Tensor, " C"],
-) -> Float[Tensor, " C"]:
-    """Logprob of each target under the state of the same index (already shifted)."""
-    logits = functional.linear(states, head_weight, head_bias)
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Logprob of each target under the state of the same index (already shifted).
+
+    With p = softmax(logits), the derivative of a target's logprob by the logits is onehot - p.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Float[Tensor, "N H"],
+        weight: Float[Tensor, "V H"],
+        bias: Float[Tensor, " V"] | None,
+        targets: Int[Tensor, "N 1"],
+        chunk_tokens: int,
+    ) -> Float[Tensor, " N"]:
+        # Autocast is not active in backward: the dtype of the projection is settled here.
+        dtype = _projection_dtype(states)
+        head = weight.to(_projection_dtype(weight))
+        log_sums = states.new_empty(len(states), 1, dtype=_softmax_dtype(dtype))
+        logprobs = torch.empty_like(log_sums)
+        for rows in _chunks(states, chunk_tokens):
+            logits = _logits(states[rows].to(dtype), head, bias)
+            logprobs[rows] = logits.gather(1, targets[rows])
+            log_sums[rows] = _consume_log_sum_exp(logits)
+            del logits  # before the next chunk's are made
+        ctx.save_for_backward(states, weight, bias, targets, log_sums)
+        ctx.dtype, ctx.chunk_tokens = dtype, chunk_tokens
+        return logprobs.sub_(log_sums).squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Float[Tensor, " N"]) -> tuple[Tensor | None, ...]:
+        states, weight, bias, targets, log_sums = ctx.saved_tensors
+        for_states, for_weight, for_bias = ctx.needs_input_grad[:3]
+        head, slopes = weight.to(ctx.dtype), -grad.unsqueeze(1)
+        grad_states = torch.empty_like(states) if for_states else None
+        grad_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if for_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=log_sums.dtype) if for_bias else None
+        for rows in _chunks(states, ctx.chunk_tokens):
+            chunk, slope = states[rows], slopes[rows]
+            # p - onehot, in place of the logits. A row's slope is a factor of the narrow operands,
+            # not of this one.
+            error = _logits(chunk.to(ctx.dtype), head, bias).sub_(log_sums[rows]).exp_()
+            error.scatter_add_(1, targets[rows], -torch.ones_like(slope))
+            if grad_bias is not None:
+                grad_bias.addmv_(error.T, slope.squeeze(1))
+            error = error.to(ctx.dtype)
+            if grad_states is not None:
+                grad_states[rows] = (error @ head) * slope
+            if grad_weight is not None:
+                _add_product(grad_weight, error.T, (chunk * slope).to(ctx.dtype))
+            del error  # before the next chunk's is made
+        # Autograd rounds each sum to the dtype of its input.
+        return grad_states, grad_weight, grad_bias, None, None
+
+
+def _logits(
+    states: Float[Tensor, "C H"], head: Float[Tensor, "V H"], bias: Float[Tensor, " V"] | None
+) -> Float[Tensor, "C V"]:
+    """Logits to normalise, in a new tensor that the caller may overwrite."""
+    logits = functional.linear(states, head, None if bias is None else bias.to(head.dtype))
     # Rounded to bf16, a logprob near -10 is off by up to 1/32 nat: as much as a small reverse KL.
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    logprobs = functional.log_softmax(logits, dim=-1, dtype=dtype)
-    return logprobs.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+    return logits.to(_softmax_dtype(logits.dtype))
+
+
+def _consume_log_sum_exp(logits: Float[Tensor, "C V"]) -> Float[Tensor, "C 1"]:
+    """logsumexp over the vocabulary; overwrites `logits`, where torch's own takes a copy."""
+    highest = logits.amax(1, keepdim=True)
+    return logits.sub_(highest).exp_().sum(1, keepdim=True).log_().add_(highest)
+
+
+def _add_product(
+    total: Float[Tensor, "V H"], left: Float[Tensor, "V C"], right: Float[Tensor, "C H"]
+) -> None:
+    """total += left @ right, in place; a product of a shorter dtype is rounded once before."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+def _chunks(states: Float[Tensor, "N H"], chunk_tokens: int) -> Iterator[slice]:
+    """Rows of each chunk; none where there is no position."""
+    for start in range(0, len(states), chunk_tokens):
+        yield slice(start, start + chunk_tokens)
+
+
+def _projection_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a matrix product takes this tensor; autocast leaves fp64 alone."""
+    device = tensor.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and tensor.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
+
+
+def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or fp64 where the projection is fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _check_shapes(

@@ -26,6 +26,7 @@ from opd_core.preflight.models import check_models
 from opd_core.preflight.report import PreflightReport
 from opd_core.preflight.rows import check_data, check_functions
 from opd_core.preflight.servers import check_servers
+from opd_core.training.stopping import why_never
 
 __all__ = [
     "run_preflight",
@@ -43,6 +44,8 @@ def run_preflight(config: ExperimentConfig) -> PreflightReport:
     tokenizers = functools.cache(load_tokenizer)
     check_models(config, report, tokenizers)
     check_data(config, report, tokenizers)
+    if never := why_never(config):
+        report.problems.append(never)
     check_functions(config, report)
     check_servers(config, report)
     check_devices(config, report)

@@ -37,6 +37,7 @@ class ModelFacts:
     tokenizer_hash: str
     fingerprint: str
     weights_bytes: int
+    bytes_per_weight: int = 4
     eos_token_id: int | None = None
     tokenizer_size: int = 0
     bos_token_id: int | None = None
@@ -44,6 +45,11 @@ class ModelFacts:
     generation_end_ids: tuple[int, ...] = ()
     think_ids: tuple[int, ...] = ()
     token_names: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def fp32_bytes(self) -> int:
+        """Size of the weights in float32, as they are trained and saved."""
+        return self.weights_bytes * 4 // self.bytes_per_weight
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -90,6 +96,7 @@ def read_model_facts(path: str, who: str, tokenizers: LoadTokenizer = load_token
             context_length=int(getattr(text, "max_position_embeddings", 0) or 0),
             fingerprint=fingerprint([folder / "config.json", *weights]),
             weights_bytes=sum(file.stat().st_size for file in weights),
+            bytes_per_weight=getattr(text.dtype, "itemsize", None) or 4,
             **_tokens(tokenizers(path), _generation_end_ids(folder, text)),
         )
     except Exception as error:  # the readers of these files raise whatever they like

@@ -87,14 +87,17 @@ def read_gpus() -> list[Gpu]:
 def check_room(config: ExperimentConfig, report: PreflightReport) -> None:
     """The checkpoints fit on disk, and Ray's object store in shared memory."""
     weights = report.student.weights_bytes if report.student else 0
-    copies = 1 + (config.training.keep_checkpoints + 1 if config.training.checkpoint_every else 1)
+    number, size = _checkpoints(config, report)
     root = config.run.root_dir
     existing = next(path for path in [root, *root.parents] if path.is_dir())
-    free, needed = shutil.disk_usage(existing).free, copies * weights + 2**28
+    saved = report.student.fp32_bytes if report.student else 0
+    free, needed = shutil.disk_usage(existing).free, saved + number * size + 2**28
     if free < needed:
         report.problems.append(
             f"{root}: {free / 2**30:.1f} GiB free, this run needs about {needed / 2**30:.1f} GiB "
-            f"({copies} copies of the student); free some, or set run.root"
+            f"(the student of {saved / 2**30:.1f} GiB and up to {number} checkpoints of "
+            f"{size / 2**30:.1f} GiB each); free some, lower training.keep_checkpoints, or set "
+            "run.root"
         )
     if config.ray.address is not None:
         return
@@ -109,3 +112,14 @@ def check_room(config: ExperimentConfig, report: PreflightReport) -> None:
             f"ray.object_store_mb {config.ray.object_store_mb} holds fewer than two copies of the "
             "student's weights; weight sync may spill to disk"
         )
+
+
+def _checkpoints(config: ExperimentConfig, report: PreflightReport) -> tuple[int, int]:
+    """How many checkpoints lie on disk at once, one being written, and the bytes of each: fp32
+    weights with both of Adam's moments (of a LoRA student the adapters, which weigh little), and
+    the export."""
+    if report.student is None or not config.training.checkpoint_every:
+        return 0, 0
+    state = 0 if config.student.lora is not None else 3
+    copies = state + config.training.export_checkpoints
+    return config.training.keep_checkpoints + 1, copies * report.student.fp32_bytes

@@ -116,7 +116,8 @@ class MlflowSink:
     """
 
     def __init__(self, run: MlflowRun, connect: Callable[[str], Any] = connect) -> None:
-        """Find or create experiment and run, and log the params that it lacks.
+        """Find or create experiment and run, and log the params that it lacks. A run that is taken
+        up again is told to be running, with the tags of now.
 
         Raises:
             ConfigError: the experiment was deleted in MLflow.
@@ -132,6 +133,9 @@ class MlflowSink:
         self._known: dict[str, set[tuple[int, int]]] = {}
         self._dropped = 0
         self._stored: set[Artifact] = set()
+        if found is not None:
+            self.set_tags(run.tags)
+            self._client.update_run(self.run_id, status="RUNNING")
         self._log_params(run.params)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -25,8 +26,10 @@ from opd_core.scoring.facts import read_facts
 from opd_core.scoring.routing import TeacherRouter
 from opd_core.scoring.state import ScoringState, state_to_json
 from opd_core.scoring.store import ScoreStore
-from opd_core.tracking.journal import Journal
+from opd_core.training.checkpoint_folder import CheckpointFolder
 from opd_core.training.files import (
+    BATCHES_FOLDER,
+    CHECKPOINTS_FOLDER,
     JOURNAL_FILE,
     PARKED_FOLDER,
     SCORING_FILE,
@@ -34,6 +37,8 @@ from opd_core.training.files import (
 )
 from opd_core.training.loop import LearnerHandle, SamplerHandle, TrainLoop
 from opd_core.training.models import load_tokenizer
+from opd_core.training.step_log import StepLog
+from opd_core.training.step_records import StepRecords
 from opd_core.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
@@ -66,7 +71,8 @@ async def build_loop(
         for path in (task.judge, task.batch_judge)
     )
     sampling = config.sampling
-    teachers = await _teachers(config, run_dir, exits, environ)
+    parking = ParkingLot(run_dir / PARKED_FOLDER)
+    teachers = await _teachers(config, run_dir, parking, exits, environ)
     loop = AgentLoop(
         LoopSettings(task.group_size, sampling.max_new_tokens, config.seed, sampling.temperature),
         sampler=sampler,
@@ -75,6 +81,7 @@ async def build_loop(
         judge=judge,
         batch_judge=batch_judge,
         filter_func=import_function(task.filter_func) if task.filter_func else None,
+        in_order=config.deterministic,
     )
     collector = Collector(
         PromptQueue(data.prompts, seed=config.seed, max_requeue=task.max_requeue),
@@ -85,6 +92,12 @@ async def build_loop(
         teachers=teachers,
         on_group=_tell_lost,
     )
+    if config.deterministic:
+        # Who was parked depends on when the teacher went away; a step sampled anew does not.
+        shutil.rmtree(run_dir / PARKED_FOLDER, ignore_errors=True)
+    else:
+        collector.restore_parked(parking)
+    training = config.training
     counts = {"read": data.rows, "too_long": data.too_long}
     return TrainLoop(
         config=config,
@@ -94,7 +107,13 @@ async def build_loop(
         sampler=sampler,
         sources=tuple(sorted({prompt.data_source for prompt in data.prompts})),
         run_dir=run_dir,
-        record=Journal(run_dir / JOURNAL_FILE).append,
+        log=exits.enter_context(StepLog(run_dir / JOURNAL_FILE)),
+        records=StepRecords(run_dir / BATCHES_FOLDER),
+        checkpoints=CheckpointFolder(
+            run_dir / CHECKPOINTS_FOLDER,
+            keep=training.keep_checkpoints,
+            keep_every=training.keep_every,
+        ),
         evaluate=_evaluator(config, tokenizer, judge, batch_judge, sampler=sampler, decode=decode),
     ), counts
 
@@ -113,7 +132,11 @@ def _tell_lost(group: Group) -> None:
 
 
 async def _teachers(
-    config: ExperimentConfig, run_dir: Path, exits: AsyncExitStack, environ: Mapping[str, str]
+    config: ExperimentConfig,
+    run_dir: Path,
+    parking: ParkingLot,
+    exits: AsyncExitStack,
+    environ: Mapping[str, str],
 ) -> TeacherRouter | None:
     if config.opd is None:
         return None
@@ -136,7 +159,7 @@ async def _teachers(
         facts,
         keys,
         current_facts=lambda name: read_facts(place)[name],
-        parking=ParkingLot(run_dir / PARKED_FOLDER),
+        parking=parking,
         stores=stores,
         publish=publish,
     )
@@ -180,5 +203,6 @@ def _evaluator(
         judge=judge,
         batch_judge=batch_judge,
         settings=settings,
+        pass_at=config.evaluation.pass_at,
         **organs,
     )

@@ -1,18 +1,16 @@
-"""From groups to the numbers that one train step needs, cut for ranks and micro-batches.
+"""From groups to the numbers that one train step needs.
 
 Everything that depends on the whole batch (valid-token counts, the baseline, group-relative
-advantages) is computed here, before the cut, so that any number of ranks and any micro-batch split
-gives the same update.
+advantages) is computed here, before it is cut for ranks and micro-batches, so that any cut gives
+the same update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 from opd_core.objective.advantages import group_relative_advantages
 from opd_core.rollout import Group
@@ -20,7 +18,8 @@ from opd_core.rollout import Group
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One rollout as the learner sees it. ``teacher_logprobs`` is empty when OPD is off."""
+    """One rollout as the learner sees it. ``teacher_logprobs`` is empty when OPD is off;
+    ``rollout`` is its group id and index, by which an error names it."""
 
     token_ids: tuple[int, ...]
     prompt_tokens: int
@@ -28,6 +27,7 @@ class TrainSample:
     teacher_logprobs: tuple[float, ...]
     task_advantage: float
     source_index: int
+    rollout: tuple[int, int] = (0, 0)
 
     @property
     def response_tokens(self) -> int:
@@ -37,7 +37,7 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """Samples of one optimizer step on one rank; ``valid_tokens`` counts those of all ranks."""
+    """Samples of one optimizer step over all ranks, and their number of response tokens."""
 
     samples: tuple[TrainSample, ...]
     valid_tokens: int
@@ -45,26 +45,12 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """One train step's samples on one rank. ``baseline`` is in nats."""
+    """One train step's samples over all ranks. ``baseline`` is in nats."""
 
     mini_batches: tuple[MiniBatch, ...]
     sources: tuple[str, ...]
     scored: bool
     baseline: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedBatch:
-    """A micro-batch on the device, right-padded; index i of every [B, T] field describes
-    ``token_ids[:, i]``. ``flat`` are the indices of the valid tokens in the flattened [B*T]."""
-
-    token_ids: Int[Tensor, "B T"]
-    response_mask: Bool[Tensor, "B T"]
-    rollout_logprobs: Float[Tensor, "B T"]
-    teacher_logprobs: Float[Tensor, "B T"]
-    task_advantages: Float[Tensor, " B"]
-    source_index: Int[Tensor, "B T"]
-    flat: Int[Tensor, " N"]
 
 
 def build_batch(
@@ -76,7 +62,7 @@ def build_batch(
     use_baseline: bool,
     mini_batches: int,
 ) -> TrainBatch:
-    """The whole step, before it is cut for ranks.
+    """The whole step.
 
     ``mini_batches`` is the number of optimizer steps; fewer if there are fewer samples. The
     baseline is the token mean of ``rollout_logprobs - teacher_logprobs``.
@@ -90,6 +76,7 @@ def build_batch(
             (rollout.teacher_logprobs or ()) if scored else (),
             advantages.get((group.group_id, rollout.index), 0.0),
             sources.index(rollout.prompt.data_source),
+            (group.group_id, rollout.index),
         )
         for group in groups
         for rollout in group.rollouts
@@ -105,53 +92,6 @@ def build_batch(
         scored,
         _mean_gap(samples) if use_baseline and scored else 0.0,
     )
-
-
-def shard(batch: TrainBatch, ranks: int) -> list[TrainBatch]:
-    """One batch per rank: samples are dealt longest first, so that ranks get like work."""
-    shards = []
-    for rank in range(ranks):
-        dealt = []
-        for mini in batch.mini_batches:
-            by_length = sorted(mini.samples, key=lambda s: len(s.token_ids), reverse=True)
-            dealt.append(replace(mini, samples=tuple(by_length[rank::ranks])))
-        shards.append(replace(batch, mini_batches=tuple(dealt)))
-    return shards
-
-
-def micro_batches(
-    samples: Sequence[TrainSample], max_tokens: int
-) -> Iterator[tuple[TrainSample, ...]]:
-    """Cut samples so that rows x longest row stays within ``max_tokens`` (one row always goes)."""
-    rows: list[TrainSample] = []
-    for sample in sorted(samples, key=lambda s: len(s.token_ids), reverse=True):
-        if rows and (len(rows) + 1) * len(rows[0].token_ids) > max_tokens:
-            yield tuple(rows)
-            rows = []
-        rows.append(sample)
-    if rows:
-        yield tuple(rows)
-
-
-def collate(samples: Sequence[TrainSample], pad_id: int, device: torch.device) -> PaddedBatch:
-    """Right-pad samples to tensors on ``device``."""
-    longest = max(len(sample.token_ids) for sample in samples)
-    shape = (len(samples), longest)
-    ids = torch.full(shape, pad_id)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    rollout, teacher = torch.zeros(shape), torch.zeros(shape)
-    for row, sample in enumerate(samples):
-        first, last = sample.prompt_tokens, len(sample.token_ids)
-        ids[row, :last] = torch.tensor(sample.token_ids)
-        mask[row, first:last] = True
-        rollout[row, first:last] = torch.tensor(sample.rollout_logprobs)
-        if sample.teacher_logprobs:
-            teacher[row, first:last] = torch.tensor(sample.teacher_logprobs)
-    source = torch.tensor([s.source_index for s in samples])[:, None].expand(shape)
-    task = torch.tensor([s.task_advantage for s in samples])
-    flat = mask.flatten().nonzero()[:, 0]
-    fields = (ids, mask, rollout, teacher, task, source, flat)
-    return PaddedBatch(*(field.to(device, non_blocking=True) for field in fields))
 
 
 def _task_advantages(groups: Sequence[Group]) -> dict[tuple[int, int], float]:

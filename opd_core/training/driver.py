@@ -45,15 +45,15 @@ def main() -> int:
 
 
 async def run_training(config: ExperimentConfig, run_dir: Path) -> RunResult:
-    """Connect to Ray, start the actors, train."""
-    from opd_core.errors import OPDError
-    from opd_core.training import actors
+    """Connect to Ray, start the actors, train from wherever the run directory is."""
+    from opd_core.errors import ActorLost, OPDError
+    from opd_core.training import placement
     from opd_core.training.assembly import build_loop
     from opd_core.training.results import RunResult
 
     started = time.perf_counter()
-    actors.connect()
-    sampler, learner = await actors.start_actors(config)
+    placement.connect()
+    sampler, learner = await placement.start_actors(config)
     seconds = {"actors_start": time.perf_counter() - started}
     async with AsyncExitStack() as exits:
         loop, prompts = await build_loop(config, run_dir, sampler, learner, exits, os.environ)
@@ -65,10 +65,14 @@ async def run_training(config: ExperimentConfig, run_dir: Path) -> RunResult:
             outcome = await loop.run()
         except OPDError as error:
             result = replace(
-                result, status="failed", error_type=type(error).__name__, error=str(error)
+                result,
+                status="failed",
+                error_type=type(error).__name__,
+                error=str(error),
+                restartable=isinstance(error, ActorLost),
             )
         else:
-            result = replace(result, student_path=outcome.student_path)
+            result = replace(result, student_path=outcome.student_path, stopped=outcome.stopped)
     return replace(result, survivors=loop.collector.survivors.table())
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from opd_core.errors import ServingError, TrainingError
 
 POLL_S = 0.5
+STOP_S = 30.0
 REQUEST_TIMEOUT_S = 10.0
 ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 HTTP_ERRORS = (RuntimeError, OSError)
@@ -35,7 +36,7 @@ class StudentJob:
         entrypoint = shlex.join([interpreter, "-m", "opd_core.training.driver", run_dir])
         try:
             self.client.submit_job(entrypoint=entrypoint, submission_id=self.job_id)
-        except RuntimeError as error:
+        except HTTP_ERRORS as error:
             raise TrainingError(f"the Ray cluster did not take the job: {error}") from None
 
     def status(self) -> str:
@@ -58,6 +59,28 @@ class StudentJob:
                 return False
             time.sleep(POLL_S)
         return True
+
+
+def next_job(client: Any, run_id: str) -> StudentJob:
+    """The run's next job, under an id that this cluster has not seen: ``<run_id>``, ``<run_id>-2``…
+
+    An earlier one that still runs (its flow was killed, on a cluster that lives on) is stopped: two
+    drivers would write into one run directory. Raises :class:`TrainingError`.
+    """
+    number = 1
+    job = StudentJob(client, run_id)
+    try:
+        taken = {job.submission_id for job in client.list_jobs()}
+        while job.job_id in taken:
+            if not job.stop(STOP_S):
+                raise TrainingError(
+                    f"Ray job {job.job_id}, an earlier one of this run, does not end; stop it"
+                )
+            number += 1
+            job = StudentJob(client, f"{run_id}-{number}")
+    except HTTP_ERRORS as error:
+        raise TrainingError(f"the Ray cluster's jobs cannot be asked for: {error}") from None
+    return job
 
 
 def connect_jobs(

@@ -1,7 +1,8 @@
-"""One rank's model and optimizer: a batch in, an update done, metrics out.
+"""One rank's part of the student and its optimizer: a batch in, an update done, metrics out.
 
-Loss and gradients are sums over this rank's tokens divided by the valid tokens of all ranks, so
-gradients of ranks are added, never averaged.
+Every rank gets the whole batch and takes its own part. Loss and gradients are sums over tokens
+divided by the valid tokens of all ranks, so gradients of micro-batches and ranks are added, never
+averaged, and the update does not depend on how the batch is cut.
 
 The weights that the optimizer holds, and those that are saved, are fp32 whatever ``student.dtype``
 says: a bf16 number near 1 has a spacing of 2**-7 and would swallow an update of 1e-6. The forward
@@ -10,216 +11,309 @@ pass runs in ``student.dtype`` under autocast (mixed precision, Micikevicius et 
 
 from __future__ import annotations
 
+import copy
 import math
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from opd_core.config import OPDConfig, TrainingConfig
+from opd_core.config import OPDConfig, StudentConfig, TrainingConfig
 from opd_core.errors import TrainingError
 from opd_core.objective.advantages import OPDAdvantages, opd_advantages, reverse_kl
-from opd_core.objective.logprobs import token_logprobs
 from opd_core.objective.loss import policy_loss
-from opd_core.objective.metrics import gather_tokens, reverse_kl_metrics, rollout_stderr
-from opd_core.training.batch import MiniBatch, PaddedBatch, TrainBatch, collate, micro_batches
-from opd_core.training.models import cpu_weights, pad_id, save_model
+from opd_core.training import lora
+from opd_core.training.attention import use_packed_attention, why_not_packed
+from opd_core.training.batch import MiniBatch, TrainBatch
+from opd_core.training.checkpoint import Checkpointer
+from opd_core.training.models import pad_id, save_model
+from opd_core.training.packing import MicroBatch, collate, plan
+from opd_core.training.policy import StudentPolicy
+from opd_core.training.schedule import learning_rate_factor
+from opd_core.training.sharding import rank_and_ranks, shard, whole, whole_state
+from opd_core.training.step_statistics import StepStatistics
 
-TOKEN_COLUMNS = 5  # k, A, clamped, source, |rollout - old|
-
-
-@dataclass(slots=True)
-class _StepStatistics:
-    """What accumulates on the device over a train step."""
-
-    tokens: list[Tensor]
-    rollouts: list[Tensor]
-    clipped: Tensor
-    grad_norm: Tensor
-    optimizer_steps: int = 0
+MakeOptimizer = Callable[[list[nn.Parameter], TrainingConfig], torch.optim.Optimizer]
 
 
 class Learner:
-    """Holds one replica of the student and its optimizer.
+    """Holds this rank's part of the student and its optimizer.
 
-    ``model`` is in float32; ``dtype`` is the student's: of the forward pass and of the weights that
-    are handed out.
+    ``model`` is in float32, whole; where ranks have joined it is sharded over them here, on
+    ``device``. Making a learner, and all of its methods, are collectives. ``make_optimizer`` is a
+    seam: AdamW unless given.
     """
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
+        student: StudentConfig,
         training: TrainingConfig,
         opd: OPDConfig | None,
-        dtype: str = "float32",
+        *,
+        device: torch.device,
+        seed: int = 0,
+        make_optimizer: MakeOptimizer | None = None,
     ) -> None:
         self.model = model.train()
         self.tokenizer = tokenizer
-        self.device = model.device
+        self.device = device
+        self._student = student
         self._training = training
         self._opd = opd
-        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._rank, self._ranks = rank_and_ranks()
+        self.why_padded = why_not_packed(model.config) if training.packing else "packing is off"
+        self._packed = self.why_padded is None
+        if self._packed:
+            use_packed_attention(model)
+        if student.lora is not None:
+            lora.add_lora(model, student.lora, seed)
+        self._reference = self._reference_policy()
         if training.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=training.learning_rate,
-            betas=training.betas,
-            weight_decay=training.weight_decay,
-        )
-        warmup = max(training.warmup_steps, 1)
+        self._policy = self._placed(model)
+        self._parameters = [p for p in self._policy.parameters() if p.requires_grad]
+        self._optimizer = (make_optimizer or adamw)(self._parameters, training)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: min(1.0, (step + 1) / warmup)
+            self._optimizer, lambda step: learning_rate_factor(step, training)
         )
+        self._checkpointer = Checkpointer(self._policy, self._optimizer, self._schedule)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Train on this rank's part of a batch; the metrics are those of all ranks.
+        """Train on a batch; the metrics are those of all ranks.
 
-        Raises :class:`TrainingError` if the gradient is not finite; the weights are then as before.
+        Raises :class:`TrainingError` if the gradient is not finite, naming the rollouts that it
+        comes from (the weights are then as before), and if memory runs out, naming the settings
+        that need less.
         """
-        zero = torch.zeros((), device=self.device)
-        stats = _StepStatistics(tokens=[], rollouts=[], clipped=zero, grad_norm=zero)
-        old = self._old_logprobs(batch) if len(batch.mini_batches) > 1 else None
-        for number, mini in enumerate(batch.mini_batches):
-            self._optimizer_step(mini, batch, old[number] if old else None, stats)
-        return self._metrics(batch, stats)
+        try:
+            return self._update(batch)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(self._too_little_memory(error)) from None
 
     def weights(self) -> dict[str, Tensor]:
-        """The current weights on the host, in the dtype that the samplers hold."""
-        return cpu_weights(self.model, self._dtype)
+        """The current weights of the plain model on rank 0's host, in the dtype that the samplers
+        hold; empty on other ranks."""
+        dtype: torch.dtype = getattr(torch, self._student.dtype)
+        if self._student.lora is None:
+            return self._host_state(dtype)
+        # Adapters are added to fp32 weights: the sum is what gets rounded, once.
+        plain = self._merged(self._host_state(torch.float32))
+        return {n: v.to(dtype) if v.is_floating_point() else v for n, v in plain.items()}
 
     def save(self, path: Path) -> Path:
-        """Write the student in Hugging Face format, in fp32."""
-        return save_model(self.model, self.tokenizer, path)
+        """Write the student in Hugging Face format, in fp32; of a LoRA student the merged weights,
+        and the adapters under ``adapter/``."""
+        state = self._host_state(torch.float32)
+        if self._rank == 0:
+            save_model(self.model, self.tokenizer, path, self._merged(state))
+            if self._student.lora is not None:
+                base = self._student.model
+                lora.save_adapter(state, self._student.lora, base, path / "adapter")
+        return path
 
-    def _logprobs(self, padded: PaddedBatch) -> Tensor:
-        """[B, T] in fp32; a forward in a shorter dtype keeps the log-softmax in fp32."""
-        mixed = self._dtype != torch.float32
-        with torch.autocast(self.device.type, self._dtype) if mixed else nullcontext():
-            # Right padding under causal attention: no valid position ever sees a pad.
-            body = self.model.base_model(input_ids=padded.token_ids, use_cache=False)
-            head = self.model.get_output_embeddings()
-            return token_logprobs(
-                body.last_hidden_state,
-                head.weight,
-                padded.token_ids,
-                head_bias=head.bias,
-                chunk_tokens=self._training.logprob_chunk_tokens,
-            )
+    def start_checkpoint(self, folder: Path) -> None:
+        """Begin to write all that training holds; it goes on meanwhile."""
+        self._checkpointer.start(folder)
 
-    def _padded(self, mini: MiniBatch) -> list[PaddedBatch]:
+    def finish_checkpoint(self) -> None:
+        """Wait until what was begun is on disk. Raises :class:`TrainingError` if it is not."""
+        self._checkpointer.finish()
+
+    def restore(self, folder: Path) -> None:
+        """Take over a checkpoint, of any number of ranks. Raises :class:`TrainingError`."""
+        self._checkpointer.load(folder)
+
+    def _placed(self, model: Any) -> StudentPolicy:
+        """The policy on this rank's device, sharded where there are several ranks."""
+        dtype = getattr(torch, self._student.dtype)
+        chunk_tokens = self._training.logprob_chunk_tokens
+        policy = StudentPolicy(model, dtype=dtype, chunk_tokens=chunk_tokens)
+        if self._ranks == 1:
+            return policy.to(self.device)
+        kinds = set(model._no_split_modules or ())
+        layers = [m for m in model.modules() if type(m).__name__ in kinds]
+        shard(policy, layers, self._training, self.device)
+        return policy
+
+    def _reference_policy(self) -> StudentPolicy | None:
+        """The student as it was at the start; a LoRA student without its adapters is just that."""
+        if self._training.reference_kl_weight == 0 or self._student.lora is not None:
+            return None
+        return self._placed(copy.deepcopy(self.model).requires_grad_(False))
+
+    def _host_state(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A copy of all weights on rank 0's host, floating ones in ``dtype``; else empty."""
+        state: dict[str, Tensor] = {}
+        for name, value in whole_state(self.model):
+            if self._rank == 0:
+                kept = dtype if value.is_floating_point() else value.dtype
+                state[name] = value.to("cpu", kept, copy=True)
+        return state
+
+    def _merged(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of the plain model."""
+        config = self._student.lora
+        return state if config is None else lora.merged(state, config.alpha / config.rank)
+
+    def _update(self, batch: TrainBatch) -> dict[str, float]:
+        stats = StepStatistics(self.device)
+        parts = [self._micro_batches(mini) for mini in batch.mini_batches]
+        old = [self._old_logprobs(part) for part in parts] if len(parts) > 1 else None
+        for number, (mini, micros) in enumerate(zip(batch.mini_batches, parts, strict=True)):
+            if mini.valid_tokens == 0:
+                continue  # on all ranks alike: the count is the whole mini-batch's
+            before = old[number] if old else None
+            self._optimizer_step(mini, micros, batch, before, stats)
+        learning_rate = float(self._schedule.get_last_lr()[0])
+        return stats.told(batch) | {"learning_rate": learning_rate}
+
+    def _micro_batches(self, mini: MiniBatch) -> list[MicroBatch]:
+        """This rank's micro-batches, on the device; every rank has the same number of them."""
+        dealt = plan(
+            mini.samples,
+            ranks=self._ranks,
+            max_tokens=self._training.micro_batch_tokens,
+            packed=self._packed,
+            hidden_size=self.model.config.hidden_size,
+        )
         pad = pad_id(self.tokenizer)
-        parts = micro_batches(mini.samples, self._training.micro_batch_tokens)
-        return [collate(part, pad, self.device) for part in parts]
+        return [
+            collate(samples, packed=self._packed, pad_id=pad, device=self.device)
+            for samples in dealt[self._rank]
+        ]
 
     @torch.no_grad()
-    def _old_logprobs(self, batch: TrainBatch) -> list[list[Tensor]]:
+    def _old_logprobs(self, micros: list[MicroBatch]) -> list[Tensor]:
         """Logprobs before the first optimizer step, for batches that take several."""
-        return [[self._logprobs(p) for p in self._padded(mini)] for mini in batch.mini_batches]
+        return [self._policy(micro) for micro in micros]
+
+    @torch.no_grad()
+    def _reference_kl(self, micro: MicroBatch, old: Tensor) -> Tensor | None:
+        if self._training.reference_kl_weight == 0:
+            return None
+        if self._reference is not None:
+            logprobs = self._reference(micro)
+        else:
+            with lora.without_lora(self.model):
+                logprobs = self._policy(micro)
+        return reverse_kl(old, logprobs, micro.response_mask)
 
     def _optimizer_step(
-        self, mini: MiniBatch, batch: TrainBatch, old: list[Tensor] | None, stats: _StepStatistics
+        self,
+        mini: MiniBatch,
+        micros: list[MicroBatch],
+        batch: TrainBatch,
+        old: list[Tensor] | None,
+        stats: StepStatistics,
     ) -> None:
-        if mini.valid_tokens == 0:
-            return  # on all ranks alike: the count is the whole mini-batch's
-        for number, padded in enumerate(self._padded(mini)):
-            logprobs = self._logprobs(padded)
+        losses = []
+        for number, micro in enumerate(micros):
+            logprobs = self._policy(micro)
             # One optimizer step a batch: ratio 1, the forward's own logprobs are the old ones.
             before = old[number] if old else logprobs.detach()
-            k, made = self._advantages(padded, before, batch)
+            reference = self._reference_kl(micro, before)
+            k, made = self._advantages(micro, before, reference, batch)
             outcome = policy_loss(
                 logprobs=logprobs,
                 old_logprobs=before,
                 advantages=made.advantages,
-                response_mask=padded.response_mask,
+                response_mask=micro.response_mask,
                 valid_tokens=mini.valid_tokens,
                 clip_low=self._training.clip_low,
                 clip_high=self._training.clip_high,
                 dual_clip=self._training.dual_clip,
             )
             outcome.loss.backward()  # type: ignore[no-untyped-call]
-            stats.clipped = stats.clipped + outcome.clipped_tokens
-            stats.tokens.append(_token_rows(padded, k, made, before))
-            stats.rollouts.append(
-                torch.stack([k.detach().double().sum(1), padded.response_mask.sum(1)], dim=1)
-            )
-        stats.grad_norm = torch.maximum(stats.grad_norm, self._apply_gradient())
-        stats.optimizer_steps += 1
+            losses.append(outcome.loss.detach())
+            stats.add(micro, k=k, made=made, old=before, reference=reference, outcome=outcome)
+        stats.stepped(self._apply_gradient(micros, losses))
 
     def _advantages(
-        self, padded: PaddedBatch, old: Tensor, batch: TrainBatch
+        self, micro: MicroBatch, old: Tensor, reference: Tensor | None, batch: TrainBatch
     ) -> tuple[Tensor, OPDAdvantages]:
         k = torch.zeros_like(old)
         if batch.scored:
-            k = reverse_kl(old, padded.teacher_logprobs, padded.response_mask)
+            k = reverse_kl(old, micro.teacher_logprobs, micro.response_mask)
         opd = self._opd
         made = opd_advantages(
             reverse_kl=k,
-            response_mask=padded.response_mask,
-            task_advantages=padded.task_advantages,
+            response_mask=micro.response_mask,
+            task_advantages=micro.task_advantages,
             task_adv_weight=opd.task_adv_weight if opd else 1.0,
             opd_adv_weight=opd.opd_adv_weight if opd else 0.0,
             kl_clamp=opd.kl_clamp if opd else None,
             baseline=batch.baseline,
+            reference_kl=reference,
+            reference_kl_weight=self._training.reference_kl_weight,
         )
         return k, made
 
-    def _apply_gradient(self) -> Tensor:
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if dist.is_initialized():
-            for parameter in parameters:
-                if parameter.grad is None:  # this rank had no sample; the others did
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._training.max_grad_norm)
+    def _apply_gradient(self, micros: list[MicroBatch], losses: list[Tensor]) -> Tensor:
+        limit = self._training.max_grad_norm
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
         # A NaN gradient would spoil the weights for good, so this one wait for the device is spent.
         if not math.isfinite(norm.item()):
             self._optimizer.zero_grad(set_to_none=True)
-            raise TrainingError(
-                f"the gradient norm is {norm.item()}; the weights were not touched. Look for "
-                "infinite logprobs in the batch, or lower training.learning_rate"
-            )
+            raise TrainingError(self._not_finite(norm.item(), micros, losses))
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad(set_to_none=True)
         return norm.detach()
 
-    def _metrics(self, batch: TrainBatch, stats: _StepStatistics) -> dict[str, float]:
-        empty = torch.zeros((0, TOKEN_COLUMNS), dtype=torch.float64, device=self.device)
-        tokens = gather_tokens(torch.cat([empty, *stats.tokens]))
-        metrics = reverse_kl_metrics(
-            reverse_kl=tokens[:, 0],
-            advantages=tokens[:, 1],
-            clamped=tokens[:, 2],
-            source_index=tokens[:, 3],
-            sources=batch.sources,
+    def _not_finite(self, norm: float, micros: list[MicroBatch], losses: list[Tensor]) -> str:
+        """What to say; all ranks get here alike, since the norm is that of all of them."""
+        bad = [
+            sample.rollout
+            for micro, loss in zip(micros, losses, strict=True)
+            if not math.isfinite(loss.item())
+            for sample in micro.samples
+        ]
+        found: list[Any] = [bad]
+        if self._ranks > 1:
+            found = [None] * self._ranks
+            dist.all_gather_object(found, bad)
+        named = sorted(rollout for part in found for rollout in part)
+        where = (
+            f"the loss itself is not finite where these rollouts (group, index) are: {named}"
+            if named
+            else "the loss is finite, and the gradient overflowed on its way back"
         )
-        sums, counts = gather_tokens(torch.cat([empty[:, :2], *stats.rollouts])).unbind(1)
-        metrics["opd_reverse_kl_stderr"] = rollout_stderr(sums, counts)
-        if not batch.scored:
-            metrics = {n: v for n, v in metrics.items() if not n.startswith("opd_")}
-        clipped = stats.clipped.double()
-        if dist.is_initialized():
-            dist.all_reduce(clipped)
-        count = max(len(tokens), 1)
-        metrics["ratio_clipped_fraction"] = clipped / count
-        metrics["engine_logprob_gap"] = tokens[:, 4].sum() / count
-        metrics["grad_norm"] = stats.grad_norm.double()
-        names, values = list(metrics), torch.stack([v.double() for v in metrics.values()])
-        told = dict(zip(names, values.tolist(), strict=True))
-        told["learning_rate"] = float(self._schedule.get_last_lr()[0])
-        told["optimizer_steps"] = float(stats.optimizer_steps)
-        return told | ({"opd_baseline": batch.baseline} if batch.scored else {})
+        return (
+            f"the gradient norm is {norm}; the weights were not touched. {where}. Look for "
+            "infinite logprobs in the batch, or lower training.learning_rate"
+        )
+
+    def _too_little_memory(self, error: RuntimeError) -> str:
+        training = self._training
+        said = str(error).splitlines()[0][:200]
+        return (
+            f"out of memory on {self.device} in a training forward or backward ({said}). Lower "
+            f"training.micro_batch_tokens (now {training.micro_batch_tokens}) to no less than the "
+            f"longest sequence, then training.logprob_chunk_tokens (now "
+            f"{training.logprob_chunk_tokens}); or set training.gradient_checkpointing: true (now "
+            f"{str(training.gradient_checkpointing).lower()}), or more training.actors (now "
+            f"{training.actors}) to shard over"
+        )
 
 
-def _token_rows(padded: PaddedBatch, k: Tensor, made: OPDAdvantages, old: Tensor) -> Tensor:
-    """[N, 5] of the micro-batch's valid tokens, in fp64."""
-    gap = (padded.rollout_logprobs - old).abs()
-    columns = (k, made.advantages, made.clamped, padded.source_index, gap)
-    rows = torch.stack([column.detach().double().flatten() for column in columns], dim=1)
-    return rows.index_select(0, padded.flat)
+def adamw(parameters: list[nn.Parameter], training: TrainingConfig) -> torch.optim.Optimizer:
+    """AdamW as the recipe has it."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=training.learning_rate,
+        betas=training.betas,
+        weight_decay=training.weight_decay,
+    )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device or the host could not give the memory that was asked for."""
+    # The CPU allocator has no exception type of its own.
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

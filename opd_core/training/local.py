@@ -48,3 +48,15 @@ class LocalLearner:
     async def save(self, path: Path) -> Path:
         """Write the student in Hugging Face format."""
         return self._learner.save(path)
+
+    async def start_checkpoint(self, folder: Path) -> None:
+        """Begin to write all that training holds."""
+        self._learner.start_checkpoint(folder)
+
+    async def finish_checkpoint(self) -> None:
+        """Wait until it is written."""
+        await asyncio.to_thread(self._learner.finish_checkpoint)
+
+    async def restore(self, folder: Path) -> None:
+        """Take over a checkpoint."""
+        self._learner.restore(folder)

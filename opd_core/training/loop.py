@@ -1,26 +1,31 @@
-"""The train loop: collect → update → sync weights → evaluate → save.
+"""The train loop: collect → record → update → sync weights → evaluate → save.
 
-It sees its organs through protocols, so the same loop runs in one process and on Ray.
+It sees its organs through protocols, so the same loop runs in one process and on Ray. It goes on
+from whatever its run directory holds: the newest checkpoint, then the recorded batches after it,
+which are trained again without sampling or scoring, then new ones.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from opd_core.agent_loop.collect import Collector
 from opd_core.agent_loop.evaluation import Evaluation
 from opd_core.agent_loop.loop import AgentLoop
-from opd_core.agent_loop.survivors import Survivors
 from opd_core.config import ExperimentConfig
-from opd_core.errors import SurvivorError
+from opd_core.errors import ActorLost, SurvivorError, TrainingError
 from opd_core.rollout import Group, RolloutState
+from opd_core.rollout_json import refused_as
 from opd_core.training.batch import TrainBatch, build_batch
+from opd_core.training.checkpoint_folder import Checkpoint, CheckpointFolder
+from opd_core.training.step_log import EVALUATED, TRAINED, StepLog
+from opd_core.training.step_records import StepRecord, StepRecords
+from opd_core.training.stopping import reached
 
 Metrics = dict[str, float]
 
@@ -35,6 +40,9 @@ class LearnerHandle(Protocol):
         """The weights, in the form that :meth:`SamplerHandle.load_weights` takes."""
 
     async def save(self, path: Path) -> Path: ...
+    async def start_checkpoint(self, folder: Path) -> None: ...
+    async def finish_checkpoint(self) -> None: ...
+    async def restore(self, folder: Path) -> None: ...
 
 
 class SamplerHandle(Protocol):
@@ -43,20 +51,18 @@ class SamplerHandle(Protocol):
     async def load_weights(self, weights: Any, policy_version: int) -> None: ...
 
 
-@dataclass(slots=True)
-class TrainOutcome:
-    """What a finished loop knows."""
-
-    survivors: Survivors
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    steps: list[Metrics] = field(default_factory=list)
-    student_path: str = ""
-
-
 @dataclass(frozen=True, slots=True)
+class TrainOutcome:
+    """What a finished loop knows. ``stopped`` says which target ended it early."""
+
+    student_path: str
+    stopped: str = ""
+
+
+@dataclass(slots=True)
 class TrainLoop:
-    """The loop's organs. ``evaluate`` is None without held-out data; ``record`` takes
-    ``(train_step, metrics)``; train steps are counted from 1, 0 is before the first."""
+    """The loop's organs. ``evaluate`` is None without held-out data. Train steps are counted from
+    1, 0 is before the first."""
 
     config: ExperimentConfig
     collector: Collector
@@ -65,35 +71,67 @@ class TrainLoop:
     sampler: SamplerHandle
     sources: tuple[str, ...]
     run_dir: Path
-    record: Callable[[int, Metrics], None]
+    log: StepLog
+    records: StepRecords
+    checkpoints: CheckpointFolder
     evaluate: Callable[[], Awaitable[Evaluation]] | None = None
+    writing: tuple[Checkpoint, Mapping[str, Any]] | None = None
+    """The checkpoint that is being written, and the loop's state when it was begun."""
 
     async def run(self) -> TrainOutcome:
-        """Train for ``training.steps``; the student is saved at the end under ``student/``."""
-        outcome = TrainOutcome(self.collector.survivors)
-        await self._evaluate(0, outcome)
-        for train_step in range(1, self.config.training.steps + 1):
-            metrics = await self._train_step(train_step, outcome)
-            outcome.steps.append(metrics)
-            self.record(train_step, metrics)
-            await self._after_step(train_step, outcome)
-        outcome.student_path = str(await self.learner.save(self.run_dir / "student"))
-        return outcome
+        """Train to ``training.steps`` or to the target; the student is then under ``student/``.
 
-    async def _train_step(self, train_step: int, outcome: TrainOutcome) -> Metrics:
+        Raises :class:`TrainingError` and its kinds.
+        """
+        train_step = await self._take_up()
+        if train_step == 0:
+            await self._evaluate(0)
+        stopped = self._reached(train_step)
+        while train_step < self.config.training.steps and not stopped:
+            train_step += 1
+            await self._train_step(train_step)
+            last = train_step == self.config.training.steps
+            if self._evaluation_due(train_step):
+                await self._evaluate(train_step)
+            stopped = self._reached(train_step)
+            await self._checkpoint_if_due(train_step, last or bool(stopped))
+        if stopped:
+            logger.warning("stopped after train step %d: %s", train_step, stopped)
+            await self._sync(train_step)
+            await self._evaluate(train_step)
+        await self._finish_checkpoint()
+        path = await self.learner.save(self.run_dir / "student")
+        return TrainOutcome(str(path), stopped)
+
+    async def _take_up(self) -> int:
+        """Go to where the newest checkpoint is; the train step that it was made after."""
+        self.checkpoints.clean()
+        newest = self.checkpoints.newest()
+        if newest is None:
+            return 0
+        logger.warning("going on from %s", newest.path)
+        await self.learner.restore(newest.state)
+        facts = self.checkpoints.facts(newest)
+        if facts["data"] == self._data():
+            with refused_as(str(newest.path)):
+                self.collector.restore(facts["loop"])
+        else:  # only a fork gets here
+            logger.warning("other data, or another seed: prompts are asked from the beginning")
+        await self._sync(newest.train_step)
+        return newest.train_step
+
+    async def _train_step(self, train_step: int) -> None:
         started = time.perf_counter()
         sampled_before = self.agent_loop.sampling_s
-        try:
-            groups, survivors = await self.collector.collect(train_step)
-        except SurvivorError as error:
-            self.record(train_step, {name: float(n) for name, n in error.counts.items()})
-            raise
+        record = await self._batch_of(train_step)
         collected = time.perf_counter()
-        metrics = await self.learner.update(self._batch(groups))
+        metrics = await self._update(record)
         if not metrics["optimizer_steps"]:
             logger.warning("train step %d: no valid token, so no optimizer step", train_step)
         updated = time.perf_counter()
-        await self.sampler.load_weights(await self.learner.weights(), train_step)
+        # Where batches are recorded the next step needs no sampler, unless this one is evaluated.
+        if not self.records.path_of(train_step + 1).exists() or self._evaluation_due(train_step):
+            await self._sync(train_step)
         synced = time.perf_counter()
         sampling_s = self.agent_loop.sampling_s - sampled_before
         shares = {
@@ -103,16 +141,45 @@ class TrainLoop:
             "weight_sync": synced - updated,
         }
         total = max(synced - started, 1e-9)
-        return {
+        told = {
             **metrics,
-            **rollout_metrics([r for group in groups for r in group.rollouts]),
-            **survivors.as_metrics(),
+            **rollout_metrics([r for group in record.groups for r in group.rollouts]),
+            **record.survivors.as_metrics(),
             "data/epoch": self.collector.epoch,
             **{f"time/{name}_s": seconds for name, seconds in shares.items()},
             **{f"time/{name}_share": seconds / total for name, seconds in shares.items()},
-            "time/step_s": total,
+            TRAINED: total,
             "rollout/tokens_per_s": metrics["response_tokens"] / total,
         }
+        self.log.record(train_step, told, TRAINED)
+        await self._finish_checkpoint()
+
+    async def _batch_of(self, train_step: int) -> StepRecord:
+        """The step's batch: the recorded one, else a new one, which is recorded."""
+        record = self.records.read(train_step)
+        if record is not None:
+            with refused_as(str(self.records.path_of(train_step))):
+                self.collector.restore(record.state)
+            return record
+        try:
+            groups, survivors = await self.collector.collect(train_step)
+        except SurvivorError as error:
+            self.log.record(train_step, {name: float(n) for name, n in error.counts.items()})
+            raise
+        record = StepRecord(train_step, tuple(groups), survivors, self.collector.state())
+        self.records.write(record)
+        return record
+
+    async def _update(self, record: StepRecord) -> Metrics:
+        try:
+            return await self.learner.update(self._batch(record.groups))
+        except ActorLost:
+            raise
+        except TrainingError as error:
+            where = self.records.path_of(record.train_step)
+            raise TrainingError(
+                f"train step {record.train_step}: {error}. Its batch is kept in {where}"
+            ) from None
 
     def _batch(self, groups: Sequence[Group]) -> TrainBatch:
         config = self.config
@@ -125,25 +192,51 @@ class TrainLoop:
             mini_batches=config.training.optimizer_steps_per_batch,
         )
 
-    async def _after_step(self, train_step: int, outcome: TrainOutcome) -> None:
-        training, every = self.config.training, self.config.evaluation.every
-        last = train_step == training.steps
-        if last or (every and train_step % every == 0):
-            await self._evaluate(train_step, outcome)
-        if training.checkpoint_every and train_step % training.checkpoint_every == 0 and not last:
-            checkpoints = self.run_dir / "checkpoints"
-            checkpoints.mkdir(exist_ok=True)
-            await self.learner.save(checkpoints / f"step-{train_step:06d}")
-            prune_checkpoints(checkpoints, training.keep_checkpoints)
+    def _data(self) -> dict[str, Any]:
+        """What the place in the data is a place in."""
+        data = self.config.data
+        tokens = data.max_prompt_tokens
+        return {"seed": self.config.seed, "train": data.train, "max_prompt_tokens": tokens}
 
-    async def _evaluate(self, train_step: int, outcome: TrainOutcome) -> None:
-        if self.evaluate is None:
+    async def _sync(self, train_step: int) -> None:
+        await self.sampler.load_weights(await self.learner.weights(), train_step)
+
+    def _evaluation_due(self, train_step: int) -> bool:
+        every = self.config.evaluation.every
+        last = train_step == self.config.training.steps
+        return last or bool(every and train_step % every == 0)
+
+    async def _evaluate(self, train_step: int) -> None:
+        if self.evaluate is None or self.log.has(train_step, EVALUATED):
             return
         started = time.perf_counter()
         evaluation = await self.evaluate()
-        outcome.evaluations[train_step] = evaluation
         seconds = time.perf_counter() - started
-        self.record(train_step, evaluation.metrics() | {"time/evaluation_s": seconds})
+        self.log.record(train_step, evaluation.metrics() | {EVALUATED: seconds}, EVALUATED)
+
+    def _reached(self, train_step: int) -> str:
+        return reached(self.log.of_step(train_step), self.config.training.stop_when)
+
+    async def _checkpoint_if_due(self, train_step: int, last: bool) -> None:
+        every = self.config.training.checkpoint_every
+        if not every or not (last or train_step % every == 0):
+            return
+        checkpoint = self.checkpoints.begin(train_step)
+        self.writing = checkpoint, {"data": self._data(), "loop": self.collector.state()}
+        await self.learner.start_checkpoint(checkpoint.state)
+        if self.config.training.export_checkpoints and not last:
+            await self.learner.save(checkpoint.student)
+
+    async def _finish_checkpoint(self) -> None:
+        """Commit the checkpoint that was begun, now that a train step has gone by; the recorded
+        batches that no kept checkpoint needs any more are removed."""
+        if self.writing is None:
+            return
+        await self.learner.finish_checkpoint()
+        self.checkpoints.commit(*self.writing)
+        self.writing = None
+        if (oldest := self.checkpoints.oldest_kept()) is not None:
+            self.records.prune(oldest)
 
 
 def rollout_metrics(rollouts: Sequence[RolloutState]) -> Metrics:
@@ -170,9 +263,3 @@ def rollout_metrics(rollouts: Sequence[RolloutState]) -> Metrics:
         cached = sum(r.teacher_cached_tokens or 0 for r in told)
         metrics["teacher/cached_fraction"] = cached / tokens
     return metrics
-
-
-def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest ``step-*`` directories."""
-    for old in sorted(folder.glob("step-" + "[0-9]" * 6))[:-keep]:
-        shutil.rmtree(old)

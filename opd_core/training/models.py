@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from opd_core.errors import PreflightError
+from opd_core.whole_file import PARTIAL
 
 
 def pick_device() -> torch.device:
@@ -22,14 +25,27 @@ def pick_device() -> torch.device:
 def load_model(path: str, dtype: str, device: torch.device) -> Any:
     """A causal language model whose head is ``hidden @ weight.T``, the form our logprobs compute.
 
-    Raises :class:`PreflightError` for a model whose logits are made in another way.
+    Its forward has no randomness, in training neither: the policy that is trained must be the one
+    that sampled. Raises :class:`PreflightError` for a model whose logits are made in another way.
     """
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    _without_noise(config)
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), local_files_only=True
+        path, config=config, dtype=getattr(torch, dtype), local_files_only=True
     )
     if getattr(model.config, "final_logit_softcapping", None):
         raise PreflightError(f"{path}: models with soft-capped logits are not supported")
     return model.to(device)
+
+
+def _without_noise(config: PreTrainedConfig) -> None:
+    """Set every kind of dropout (of activations, attention, layers) and of jitter (of a router) to
+    0, before the model is built: all architectures take theirs from the configuration."""
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            _without_noise(value)
+        elif type(value) in (int, float) and ("drop" in name or "jitter" in name):
+            setattr(config, name, type(value)(0))
 
 
 def load_tokenizer(path: str) -> Any:
@@ -60,13 +76,41 @@ def cpu_weights(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def save_model(model: Any, tokenizer: Any, path: Path) -> Path:
-    """Write a directory that ``from_pretrained`` loads; it appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
+def save_model(
+    model: Any, tokenizer: Any, path: Path, state_dict: Mapping[str, Tensor] | None = None
+) -> Path:
+    """Write a directory that ``from_pretrained`` loads; it appears whole or not at all.
+
+    ``state_dict`` stands for the model's own, where that is sharded or has adapters: whole tensors
+    under the plain model's names.
+    """
+    # A copy: transformers takes tied weights out of the mapping that it is given.
+    state = None if state_dict is None else dict(state_dict)
+    with whole_folder(path) as partial:
+        model.save_pretrained(partial, state_dict=state)
+        tokenizer.save_pretrained(partial)
+    return path
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """An empty folder to fill; it takes the place of ``path`` once all of it is on the disk, so
+    that even after a power cut ``path`` is never half there."""
+    partial = path.with_name(path.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    partial.mkdir(parents=True)
+    yield partial
+    for written in (*partial.rglob("*"), partial):
+        _to_disk(written)
     if path.exists():
         shutil.rmtree(path)
     os.replace(partial, path)
-    return path
+    _to_disk(path.parent)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

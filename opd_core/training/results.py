@@ -17,7 +17,7 @@ from opd_core.whole_file import write_whole
 
 AVERAGED_STEPS = 5
 SHARES = ("sampling", "scoring", "training", "weight_sync")
-GROUPS, LOST = "groups/", "lost/"
+GROUPS, LOST, PASS_AT = "groups/", "lost/", "eval/pass_at_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """How the job ended. ``status`` is ``completed`` or ``failed``; a failure carries its error's
-    type and words."""
+    type and words, and is ``restartable`` where another job can go on from what is on disk.
+    ``stopped`` says why training ended before its last step."""
 
     status: str
     error_type: str = ""
@@ -42,6 +43,8 @@ class RunResult:
     prompts: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     student_path: str = ""
+    restartable: bool = False
+    stopped: str = ""
 
     def write(self, run_dir: Path) -> None:
         """Write ``result.json``; it appears whole or not at all."""
@@ -61,7 +64,8 @@ def read_result(run_dir: Path) -> RunResult | None:
 class RunNumbers:
     """What the journal says of a run, however far it came.
 
-    ``groups`` counts by status, ``lost`` by cause, over all train steps.
+    ``groups`` counts by status, ``lost`` by cause, over all train steps. ``pass_at`` holds the last
+    pass@k by k.
     """
 
     train_steps: int
@@ -69,21 +73,25 @@ class RunNumbers:
     opd_reverse_kl: Span
     groups: dict[str, int]
     lost: dict[str, int]
+    pass_at: dict[str, float]
     seconds: dict[str, float]
 
 
-def summarise(records: Sequence[JournalRecord]) -> RunNumbers:
-    """The numbers of a run from its journal."""
+def summarise(records: Sequence[JournalRecord], since_s: float = 0.0) -> RunNumbers:
+    """The numbers of a run from its journal; seconds are counted from ``since_s`` (unix time) on,
+    so that those of earlier attempts are left out."""
     metrics = [record.metrics for record in records]
     steps = [m for m in metrics if "time/step_s" in m]
-    seconds = {name: sum(step[f"time/{name}_s"] for step in steps) for name in SHARES}
-    seconds["evaluation"] = sum(m.get("time/evaluation_s", 0.0) for m in metrics)
+    recent = [record.metrics for record in records if record.time_s >= since_s]
+    seconds = {name: sum(m.get(f"time/{name}_s", 0.0) for m in recent) for name in SHARES}
+    seconds["evaluation"] = sum(m.get("time/evaluation_s", 0.0) for m in recent)
     return RunNumbers(
         train_steps=len(steps),
         accuracy=_accuracy([m for m in metrics if "eval/accuracy" in m]),
         opd_reverse_kl=reverse_kl_span(steps),
         groups=_counts(metrics, GROUPS),
         lost=_counts(metrics, LOST),
+        pass_at=_pass_at(metrics),
         seconds=seconds,
     )
 
@@ -123,6 +131,16 @@ def _token_mean(steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
         (n * s["opd_reverse_kl_stderr"]) ** 2 for n, s in zip(tokens, steps, strict=True)
     )
     return mean, variance**0.5 / total
+
+
+def _pass_at(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    last = {
+        name.removeprefix(PASS_AT): value
+        for record in metrics
+        for name, value in record.items()
+        if name.startswith(PASS_AT) and name.removeprefix(PASS_AT).isdecimal()
+    }
+    return dict(sorted(last.items(), key=lambda item: int(item[0])))
 
 
 def _counts(metrics: Sequence[Mapping[str, float]], prefix: str) -> dict[str, int]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 
 from opd_core.quiet import apply_defaults
-from tests.benchmarks import answers, logprobs, sampling, scoring
+from tests.benchmarks import answers, logprobs, packing, sampling, scoring, whole_step
 
 BENCHMARKS = {
     "answers": answers.run,
     "logprobs": logprobs.run,
+    "packing": packing.run,
     "sampling": sampling.run,
     "scoring": scoring.run,
+    "whole_step": whole_step.run,
 }
 
 

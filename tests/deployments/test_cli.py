@@ -29,6 +29,26 @@ def test_an_unknown_recipe_lists_those_that_ship() -> None:
     assert "smollm2_heal, tiny, tiny_multi_teacher" in done.stderr
 
 
+def test_a_run_is_begun_from_a_recipe_or_from_an_earlier_run() -> None:
+    done = opd("run")
+    assert done.returncode == 2
+    assert "expected a recipe, or a run: --resume RUN, --fork RUN" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--resume", "--fork"])
+def test_a_run_that_is_not_there_is_told_with_where_it_was_looked_for(
+    option: str, tmp_path: Path
+) -> None:
+    done = opd("run", option, "tiny-0", "--set", f"run.root={tmp_path}")
+    assert done.returncode == 2
+    assert f"no run 'tiny-0': expected a run directory, or the id of a run in {tmp_path}" in (
+        done.stderr
+    )
+    done = opd("run", "tiny", option, str(tmp_path))
+    assert done.returncode == 2
+    assert str(tmp_path) in done.stderr
+
+
 def test_an_unknown_preparation_lists_those_that_exist() -> None:
     done = opd("prepare", "nothing")
     assert done.returncode == 2

@@ -104,19 +104,27 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = WAIT_S)
 
 @pytest.fixture
 def opd(tmp_path: Path, prefect_api: str) -> Iterator[Callable[..., OpdRun]]:
-    """Starts ``opd run tiny`` with overrides; whatever still runs at the end is killed."""
+    """Starts ``opd run tiny`` with overrides, or with other ``arguments``, or a ``script`` that
+    gets the overrides; whatever still runs at the end is killed."""
     runs: list[OpdRun] = []
 
-    def start(*overrides: str, api: str | None = prefect_api, recipe: str = "tiny") -> OpdRun:
+    def start(
+        *overrides: str,
+        api: str | None = prefect_api,
+        recipe: str = "tiny",
+        arguments: tuple[str, ...] = (),
+        script: str = "",
+    ) -> OpdRun:
         environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")},
             "PREFECT_HOME": str(tmp_path / "prefect"),
             "OMP_NUM_THREADS": "1",
             **({"PREFECT_API_URL": api} if api else {}),
         }
-        command = [sys.executable, "-m", "deployments.cli", "run", recipe, "--json"]
+        command = [sys.executable, "-m", "deployments.cli", "run", "--json"]
+        command = [sys.executable, "-c", script] if script else [*command, *(arguments or [recipe])]
         for override in (f"run.root={tmp_path / 'runs'}", *overrides):
-            command += ["--set", override]
+            command += [override] if script else ["--set", override]
         log = tmp_path / f"opd-{len(runs)}.log"
         with log.open("w") as output:
             process = subprocess.Popen(

@@ -563,16 +563,24 @@ def test_a_slice_of_a_gpu_is_taken_on_trust(place: Path, path_of_programs: Path)
 
 
 def test_too_little_disk_is_told(place: Path) -> None:
-    # A file of holes as large as the disk's free space: two copies of it can never fit.
+    # A file of holes as large as the disk's free space: a student and its checkpoints never fit.
     with (place / "student" / "model-2.safetensors").open("wb") as file:
         file.truncate(shutil.disk_usage(place).free)
     problems = run_preflight(recipe(place)).problems
     (said,) = [problem for problem in problems if problem.startswith(str(place / "runs"))]
     assert "GiB free, this run needs about" in said
-    assert "(2 copies of the student); free some, or set run.root" in said
-    kept = (put("training.checkpoint_every", 1), put("training.keep_checkpoints", 3))
+    assert "up to 3 checkpoints of" in said
+    assert "free some, lower training.keep_checkpoints, or set run.root" in said
+    kept = (put("training.checkpoint_every", 1), put("training.keep_checkpoints", 4))
     problems = run_preflight(recipe(place, *kept)).problems
-    assert any("(5 copies of the student)" in problem for problem in problems)
+    assert any("up to 5 checkpoints of" in problem for problem in problems)
+    none = put("training.checkpoint_every", 0)
+    assert any("up to 0 checkpoints" in p for p in run_preflight(recipe(place, none)).problems)
+
+
+def test_a_target_that_is_never_measured_is_told(place: Path) -> None:
+    stop = put("training.stop_when", {"at_least": 0.9})
+    assert "eval/accuracy is never recorded without held-out rows" in the_problem(place, stop)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="this system has no /dev/shm to be full")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,15 @@ from opd_core.lifecycle.records import Receipt, Survivor
 from opd_core.preflight import PreflightReport
 from opd_core.recipe import load_recipe
 from opd_core.tracking.journal import Journal
+from opd_core.training.attempts import Attempt, RunHistory
 from opd_core.training.files import JOURNAL_FILE
+from opd_core.training.forks import ForkPoint
 from opd_core.training.results import RunResult
 from tasks.console import TERMINAL
 from tasks.environment import RunRecord
 from tasks.session import _left_over
 from tasks.tracking import (
+    _mlflow_run,
     build_summary,
     git_commit,
     show_summary,
@@ -27,9 +33,12 @@ from tasks.tracking import (
 RECIPE = Path(__file__).parents[2] / "deployments" / "recipes" / "tiny.yaml"
 
 
+HISTORY = RunHistory("tiny-1", (Attempt(1.0),), {})
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunRecord:
-    return RunRecord("tiny-1", tmp_path, load_recipe(RECIPE))
+    return RunRecord("tiny-1", tmp_path, load_recipe(RECIPE), HISTORY)
 
 
 def receipt(*survivors: Survivor) -> Receipt:
@@ -133,6 +142,68 @@ def test_losses_are_shown_with_the_survivor_table_line_by_line(
     shown = capsys.readouterr().err
     assert "2 timeout" in shown
     assert survivors in shown
+
+
+def test_an_ended_run_says_how_to_go_on_where_there_is_something_to_go_on_from(
+    run: RunRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(TERMINAL, "lines", True)
+    monkeypatch.setattr(TERMINAL, "summary_json", True)
+
+    def shown(error: BaseException | None) -> list[str]:
+        show_summary(build_summary(run, receipt(), {}, error))
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["run_id"] == "tiny-1"
+        return [line for line in captured.err.splitlines() if "opd run --resume" in line]
+
+    assert shown(KeyboardInterrupt()) == []
+    (run.directory / "batches").mkdir()
+    (run.directory / "batches" / "step-000001.json").touch()
+    assert shown(KeyboardInterrupt()) == [f"continue it with: opd run --resume {run.directory}"]
+    assert shown(None) == []
+
+
+def test_a_resumed_run_counts_the_whole_run_and_the_seconds_of_this_attempt(
+    run: RunRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_result(run)
+    later = RunHistory("tiny-1", (Attempt(1.0), Attempt(time.time() + 60)), {})
+    summary = build_summary(replace(run, history=later), receipt(), {}, error=None)
+    assert summary["attempts"] == 2
+    assert summary["train_steps"] == 1
+    assert summary["seconds"]["training"] == 0.0
+    monkeypatch.setattr(TERMINAL, "lines", True)
+    show_summary(summary)
+    assert re.search(r"attempts +│ 2 ", capsys.readouterr().err)
+
+
+def test_an_early_stop_restarts_and_pass_at_k_are_shown_only_where_there_were_any(
+    run: RunRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(TERMINAL, "lines", True)
+    write_result(run)
+    show_summary(build_summary(run, receipt(), {}, error=None))
+    shown = capsys.readouterr().err
+    for words in ("stopped early", "started again", "pass@", "attempts"):
+        assert words not in shown
+    with Journal(run.directory / JOURNAL_FILE) as journal:
+        journal.append(1, {"eval/pass_at_4": 0.75, "eval/pass_at_16": 0.875})
+    RunResult("completed", stopped="eval/accuracy is [0.7]").write(run.directory)
+    show_summary(build_summary(run, receipt(), {}, error=None) | {"job_restarts": 2})
+    shown = capsys.readouterr().err
+    assert re.search(r"stopped early +│ eval/accuracy is \[0.7\]", shown)
+    assert re.search(r"job started again +│ 2 ", shown)
+    assert "pass@4 0.750, pass@16 0.875" in shown
+
+
+def test_a_fork_says_where_it_comes_from(run: RunRecord) -> None:
+    write_result(run)
+    forked = replace(run, history=replace(HISTORY, forked_from=ForkPoint("tiny-0", 20)))
+    tags = _mlflow_run(forked, PreflightReport()).tags
+    assert (tags["opd.forked_from"], tags["opd.forked_at_step"]) == ("tiny-0", "20")
+    write_model_card(forked, PreflightReport(), build_summary(run, receipt(), {}, error=None))
+    assert "train step 20 of tiny-0" in (run.directory / "model_card.md").read_text()
+    assert "opd.forked_from" not in _mlflow_run(run, PreflightReport()).tags
 
 
 def test_the_model_card_says_how_it_was_measured(run: RunRecord) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from opd_core.agent_loop.collect import Collector
 from opd_core.agent_loop.judging import JudgeError
 from opd_core.agent_loop.loop import AgentLoop, GroupRequest, LoopSettings
-from opd_core.rollout import Prompt, RolloutState
+from opd_core.agent_loop.prompts import PromptQueue
+from opd_core.agent_loop.replay_buffer import ReplayBuffer
+from opd_core.rollout import Group, Prompt, RolloutState
 from opd_core.sampling.protocol import Completion, SampleRequest
 
 Key = tuple[int, int]
@@ -155,3 +158,28 @@ def requests_for(make_prompt: Callable[..., Prompt]) -> Callable[..., list[Group
 @pytest.fixture
 def decode() -> Callable[[Sequence[int]], str]:
     return _decode
+
+
+@pytest.fixture
+def make_collector(make_loop: Any, make_prompt: Any) -> Callable[..., Collector]:
+    """``make_collector(prompts=…, wanted=…, limit=…, max_requeue=…, **organs of the loop)``."""
+
+    def make(
+        prompts: int = 4,
+        wanted: int = 2,
+        limit: int = 8,
+        max_requeue: int = 2,
+        on_group: Callable[[Group], None] = lambda group: None,
+        **organs: Any,
+    ) -> Collector:
+        rows = [make_prompt(row, token_ids=(3, row)) for row in range(prompts)]
+        return Collector(
+            PromptQueue(rows, seed=0, max_requeue=max_requeue),
+            make_loop(**organs),
+            ReplayBuffer(needs_scores=True, needs_rewards=False),
+            groups_per_step=wanted,
+            limit=limit,
+            on_group=on_group,
+        )
+
+    return make

@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from opd_core.agent_loop.collect import Collector
-from opd_core.agent_loop.prompts import PromptQueue
-from opd_core.agent_loop.replay_buffer import ReplayBuffer
 from opd_core.errors import SurvivorError
 from opd_core.rollout import Group, RolloutState, Status
 from opd_core.scoring.client import POISON
-
-
-@pytest.fixture
-def make_collector(make_loop: Any, make_prompt: Any) -> Callable[..., Collector]:
-    """``make_collector(prompts=…, wanted=…, limit=…, max_requeue=…, **organs of the loop)``."""
-
-    def make(
-        prompts: int = 4,
-        wanted: int = 2,
-        limit: int = 8,
-        max_requeue: int = 2,
-        on_group: Callable[[Group], None] = lambda group: None,
-        **organs: Any,
-    ) -> Collector:
-        rows = [make_prompt(row, token_ids=(3, row)) for row in range(prompts)]
-        return Collector(
-            PromptQueue(rows, seed=0, max_requeue=max_requeue),
-            make_loop(**organs),
-            ReplayBuffer(needs_scores=True, needs_rewards=False),
-            groups_per_step=wanted,
-            limit=limit,
-            on_group=on_group,
-        )
-
-    return make
 
 
 def rows_asked(sampler: Any) -> list[list[int]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from typing import Any
 
 import pytest
 
-from opd_core.agent_loop.evaluation import evaluate
+from opd_core.agent_loop.evaluation import evaluate, pass_at_k
 from opd_core.agent_loop.loop import LoopSettings
 from opd_core.errors import TrainingError
 
@@ -18,11 +19,10 @@ SETTINGS = LoopSettings(group_size=2, max_new_tokens=3, seed=7, temperature=0.6)
 def run(sampler: Any, judge: Any, decode: Any, make_prompt: Any) -> Any:
     """``await run(questions)``."""
 
-    async def evaluation(questions: int = 3) -> Any:
+    async def evaluation(questions: int = 3, **settings: Any) -> Any:
         prompts = [make_prompt(row) for row in range(questions)]
-        return await evaluate(
-            prompts, sampler=sampler, judge=judge, decode=decode, settings=SETTINGS
-        )
+        given = {"settings": SETTINGS} | settings
+        return await evaluate(prompts, sampler=sampler, judge=judge, decode=decode, **given)
 
     return evaluation
 
@@ -121,3 +121,57 @@ async def test_metrics_carry_the_evaluations_prefix(run: Any) -> None:
         "eval/response_tokens_mean": 3.0,
         "eval/truncated_fraction": 0.5,
     }
+
+
+# ------------------------------------------------------------------ pass@k
+
+
+@pytest.mark.parametrize("samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_right_answer(samples: int) -> None:
+    for right in range(samples + 1):
+        answers = [True] * right + [False] * (samples - right)
+        for k in range(1, samples + 1):
+            choices = [any(choice) for choice in combinations(answers, k)]
+            expected = sum(choices) / len(choices)
+            assert pass_at_k(samples, right, k) == pytest.approx(expected, abs=1e-15)
+
+
+def test_pass_at_k_stays_exact_with_many_samples() -> None:
+    assert pass_at_k(10_000, 1, 5_000) == 0.5
+    assert pass_at_k(10_000, 0, 5_000) == 0.0
+    assert pass_at_k(10_000, 5_001, 5_000) == 1.0
+    assert pass_at_k(10_000, 1, 1) == 1e-4
+
+
+def test_more_choices_than_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="pass@3 needs at least 3 samples a question, got 2"):
+        pass_at_k(2, 1, 3)
+
+
+async def test_pass_at_k_is_the_mean_over_questions(run: Any, judge: Any) -> None:
+    # Of four answers, question 0 has four right ones, question 1 has one, question 2 none.
+    right = {"10 10 1", "10 11 1", "10 12 1", "10 13 1", "11 10 1"}
+    judge.reward = lambda text, prompt: float(text in right)
+    settings = LoopSettings(group_size=4, max_new_tokens=3, seed=7)
+    result = await run(settings=settings, pass_at=(1, 2))
+    # By hand: pass@1 of the questions is 1, 1/4, 0; pass@2 is 1, 1/2, 0.
+    assert result.accuracy == pytest.approx(1.25 / 3)
+    assert result.pass_at[1] == pytest.approx((1.25 / 3, math.sqrt((13 / 48) / 3)))
+    assert result.pass_at[2] == pytest.approx((0.5, math.sqrt(0.25 / 3)))
+    metrics = result.metrics()
+    assert (metrics["eval/pass_at_1"], metrics["eval/pass_at_1_stderr"]) == result.pass_at[1]
+    assert (metrics["eval/pass_at_2"], metrics["eval/pass_at_2_stderr"]) == result.pass_at[2]
+
+
+async def test_only_a_full_reward_is_right(run: Any, judge: Any) -> None:
+    judge.reward = lambda text, prompt: {"10 10 1": 1.0, "11 10 1": 1.5}.get(text, 0.99)
+    result = await run(pass_at=(2,))
+    assert result.pass_at[2][0] == pytest.approx(2 / 3)
+
+
+async def test_the_answers_are_the_same_with_pass_at_k(run: Any, sampler: Any, scorer: Any) -> None:
+    await run()
+    await run(pass_at=(1, 2))
+    first, second = sampler.calls
+    assert first == second
+    assert scorer.scored == []

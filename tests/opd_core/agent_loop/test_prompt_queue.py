@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd_core.agent_loop.prompts import PromptQueue
+from opd_core.errors import TrainingError
 from opd_core.rollout import Prompt
 
 
@@ -142,3 +144,109 @@ def test_losses_never_cost_another_prompt_its_turn(make_queue: Any, data: st.Dat
 def test_without_prompts_there_is_no_queue() -> None:
     with pytest.raises(ValueError, match="at least one prompt"):
         PromptQueue([], seed=0, max_requeue=2)
+
+
+# -------------------------------------------------------------------------------------------- state
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_restored_queue_goes_on_as_if_nothing_had_happened(
+    make_queue: Any, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, 7), label="prompts")
+    options = {
+        "seed": data.draw(st.integers(0, 3), label="seed"),
+        "max_requeue": data.draw(st.integers(0, 2), label="max_requeue"),
+    }
+    actions = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 8))), max_size=6)
+
+    def live(queue: PromptQueue, steps: list[tuple[int, list[int]]]) -> list[Any]:
+        """What is taken, and what of it may come back, in each step."""
+        told: list[Any] = []
+        for taking, lost in steps:
+            taken = queue.take(taking)
+            told.append((taken, [queue.give_back(taken[i][0]) for i in lost if i < taking]))
+        return [*told, queue.epoch]
+
+    never_stopped, stopped = make_queue(count, **options), make_queue(count, **options)
+    before = data.draw(actions, label="before")
+    live(never_stopped, before)
+    live(stopped, before)
+    later = make_queue(count, **options)
+    later.restore(json.loads(json.dumps(stopped.state())))
+    assert later.state() == never_stopped.state()
+    after = data.draw(actions, label="after")
+    assert live(later, after) == live(never_stopped, after)
+    assert later.state() == never_stopped.state()
+
+
+def test_a_state_is_a_copy(make_queue: Any) -> None:
+    queue = make_queue(4)
+    queue.give_back(queue.take(1)[0][0])
+    state = queue.state()
+    text = json.dumps(state)
+    queue.take(3)
+    assert json.dumps(state) == text
+
+
+def test_returned_prompts_are_those_of_the_data(make_prompt: Any) -> None:
+    """A state names them by their rows; what judges read of them is not in it."""
+    prompts = [make_prompt(row, extra={"row": row}) for row in (3, 8)]
+    queue = PromptQueue(prompts, seed=0, max_requeue=1)
+    ((prompt, _),) = queue.take(1)
+    queue.give_back(prompt)
+    later = PromptQueue(prompts, seed=0, max_requeue=1)
+    later.restore(queue.state())
+    ((again, asked),) = later.take(1)
+    assert (again.row, again.extra, asked) == (prompt.row, {"row": prompt.row}, 1)
+
+
+def test_a_state_of_other_data_is_refused_with_what_to_do(
+    make_queue: Any, make_prompt: Any
+) -> None:
+    queue = make_queue(5)
+    queue.take(7)
+    with pytest.raises(TrainingError, match=r"of 5 prompts, and the data gives 4.* rows .*\[4\]"):
+        make_queue(4).restore(queue.state())
+    with pytest.raises(TrainingError, match=r"of 5 prompts, and the data gives 6; go on with the"):
+        make_queue(6).restore(queue.state())
+    others = PromptQueue([make_prompt(row) for row in range(1, 6)], seed=0, max_requeue=2)
+    told = (
+        r"prompt queue.*rows that the data does not give: \[0\]; go on with the data file, data\."
+    )
+    with pytest.raises(TrainingError, match=told):
+        others.restore(queue.state())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": None},
+        {"epoch": "1"},
+        {"epoch": -2},
+        {"taken": 6},
+        {"taken": -1},
+        {"taken": 2.0},
+        {"returned": [0, "1"]},
+        {"returned": [9]},
+        {"requeued": {"x": 1}},
+        {"requeued": {"9": 1}},
+        {"asked": {"1": "2"}},
+        {"asked": []},
+        {"also": 1},
+    ],
+)
+def test_what_is_no_state_is_refused_and_changes_nothing(
+    make_queue: Any, change: dict[str, Any]
+) -> None:
+    queue = make_queue(5)
+    queue.take(3)
+    before = queue.state()
+    with pytest.raises(TrainingError, match=r"^state of the prompt queue: "):
+        queue.restore(before | change)
+    missing = {name: value for name, value in before.items() if name not in change}
+    if missing != before:
+        with pytest.raises(TrainingError, match="missing or unknown"):
+            queue.restore(missing)
+    assert queue.state() == before

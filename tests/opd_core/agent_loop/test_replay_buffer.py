@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -106,3 +107,31 @@ def test_groups_leave_in_the_order_of_their_ids(
         buffer.put(make_group(make_rollout(group_id=group_id, teacher_logprobs=SCORES, reward=1.0)))
     assert [g.group_id for g in buffer.take(3)] == [0, 1, 2]
     assert [g.group_id for g in buffer.take(3)] == [3]
+
+
+def test_a_restored_buffer_holds_the_same_groups_and_no_others(
+    buffer: ReplayBuffer, make_group: MakeGroup, make_rollout: MakeRollout
+) -> None:
+    groups = [
+        make_group(make_rollout(group_id=i, teacher_logprobs=SCORES, reward=i / 3)) for i in (4, 2)
+    ]
+    for group in groups:
+        buffer.put(group)
+    later = ReplayBuffer(needs_scores=True, needs_rewards=True)
+    later.put(make_group(make_rollout(group_id=9, teacher_logprobs=SCORES, reward=1.0)))
+    later.restore(json.loads(json.dumps(buffer.state())))
+    assert later.state() == buffer.state()
+    assert later.take(9) == groups[::-1]
+
+
+def test_a_restored_group_must_be_fit_to_train_too(
+    buffer: ReplayBuffer, make_group: MakeGroup, make_rollout: MakeRollout
+) -> None:
+    buffer.put(make_group(make_rollout(teacher_logprobs=SCORES, reward=1.0)))
+    (plain,) = buffer.state()
+    plain["rollouts"][0]["teacher_logprobs"] = [-0.4]
+    told = "state of the replay buffer: rollout 0 of group 0"
+    with pytest.raises(TrainingError, match=told):
+        ReplayBuffer(needs_scores=True, needs_rewards=True).restore([plain])
+    with pytest.raises(TrainingError, match="state of the replay buffer: expected a group"):
+        buffer.restore([3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from opd_core.agent_loop.survivors import Moments, Survivors, difference_z, share_z
+from opd_core.errors import TrainingError
 from opd_core.rollout import Group, Status
 
 Make = Callable[..., Group]
@@ -132,6 +134,50 @@ def test_tables_of_several_steps_add_up_to_one_of_all(group_of: Make) -> None:
     total = counted(*groups[::2])
     total.add(counted(*groups[1::2]))
     assert total == counted(*groups)
+
+
+# -------------------------------------------------------------------------------------------- state
+
+
+def test_a_restored_table_is_the_same_to_the_last_bit_and_counts_on(group_of: Make) -> None:
+    first = [
+        group_of(status, (7 * n, n), source, 0.1 * n)
+        for n, (status, source) in enumerate(
+            [(Status.COMPLETED, "b"), (Status.FAILED, "a"), (Status.FILTERED, "a")], start=1
+        )
+    ]
+    survivors = counted(*first)
+    later = Survivors.restore(json.loads(json.dumps(survivors.state())))
+    assert later == survivors
+    assert later.table() == survivors.table()
+    for table in (survivors, later):
+        for group in first[::-1]:
+            table.count(group)
+    assert later == survivors
+    assert later.tallies["failed"].sources == {"a": 2}
+
+
+def test_a_fresh_table_comes_back_too() -> None:
+    assert Survivors.restore(Survivors().state()) == Survivors()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda state: None, "expected Survivors as an object"),
+        (lambda state: state | {"more": 1}, r"unknown: \['more'\]"),
+        (lambda state: state | {"by_status": {"failed": 1.5}}, "by_status: expected"),
+        (lambda state: state | {"by_cause": []}, "by_cause: expected"),
+        (lambda state: state | {"examples": {"timeout": None}}, "examples: expected"),
+        (lambda state: state | {"tallies": {"kept": state["tallies"]["kept"]}}, "tallies: exp"),
+        (lambda state: state["tallies"]["kept"].pop("length") and state, r"\['length'\]"),
+        (lambda state: state["tallies"]["kept"]["reward"].update(total="1") or state, "total: exp"),
+    ],
+)
+def test_what_is_no_table_is_refused(group_of: Make, damage: Any, said: str) -> None:
+    state = counted(group_of(Status.COMPLETED, (3,))).state()
+    with pytest.raises(TrainingError, match=f"^state of the survivors: .*{said}"):
+        Survivors.restore(damage(state))
 
 
 # --------------------------------------------------------------------------------------------- bias

@@ -31,21 +31,34 @@ def prefix_batch(position: int, length: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def expected_surrogate(
-    hidden: Tensor, weight: Tensor, teacher_logits: Tensor, position: int, baseline: float = 0.0
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_logits: Tensor,
+    position: int,
+    baseline: float = 0.0,
+    reference_logits: Tensor | None = None,
+    reference_kl_weight: float = 0.0,
 ) -> Tensor:
     """Loss of each one-token response, weighted by its detached probability, summed."""
     token_ids, mask = prefix_batch(position)
     logprobs = token_logprobs(hidden.expand(VOCABULARY, -1, -1), weight, token_ids, chunk_tokens=2)
     old = logprobs.detach()
-    teacher = torch.full_like(old, -torch.inf)
-    teacher[:, position] = teacher_logits.log_softmax(-1)
+
+    def gap(logits: Tensor) -> Tensor:
+        """old - other on the response token, nothing usable elsewhere."""
+        other = torch.full_like(old, -torch.inf)
+        other[:, position] = logits.log_softmax(-1)
+        return reverse_kl(old, other, mask)
+
     advantages = opd_advantages(
-        reverse_kl=reverse_kl(old, teacher, mask),
+        reverse_kl=gap(teacher_logits),
         response_mask=mask,
         task_advantages=None,
         task_adv_weight=0.0,
         opd_adv_weight=1.0,
         baseline=baseline,
+        reference_kl=None if reference_logits is None else gap(reference_logits),
+        reference_kl_weight=reference_kl_weight,
     ).advantages
     losses = [
         policy_loss(
@@ -94,6 +107,61 @@ def test_the_expected_surrogate_gradient_is_the_exact_kl_gradient_at_each_positi
 
     for got, want in zip(surrogate, exact, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    teacher=logits_strategy,
+    reference=logits_strategy,
+    weight_of_reference=st.floats(0.01, 2.0),
+    seed=st.integers(0, 2**16),
+)
+def test_with_a_reference_it_is_the_gradient_of_the_weighted_sum_of_both_reverse_kls(
+    teacher: list[float], reference: list[float], weight_of_reference: float, seed: int
+) -> None:
+    hidden, weight = student(seed)
+    teacher_logits, reference_logits = (
+        torch.tensor(logits, dtype=torch.float64) for logits in (teacher, reference)
+    )
+
+    surrogate = torch.autograd.grad(
+        expected_surrogate(
+            hidden, weight, teacher_logits, 2, 0.0, reference_logits, weight_of_reference
+        ),
+        (hidden, weight),
+    )
+    exact = torch.autograd.grad(
+        exact_reverse_kl(hidden, weight, teacher_logits, 2)
+        + weight_of_reference * exact_reverse_kl(hidden, weight, reference_logits, 2),
+        (hidden, weight),
+    )
+
+    for got, want in zip(surrogate, exact, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_the_reference_term_has_the_gradient_of_the_k2_loss_and_not_of_k3() -> None:
+    hidden = torch.ones(1, 4, 1, dtype=torch.float64)
+    logits = torch.tensor([0.5, -1.0, 0.3], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64)
+    log_p, log_q = logits.log_softmax(-1), reference.log_softmax(-1)
+    p, log_ratio = log_p.detach().exp(), log_q - log_p
+
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+    # The teacher is the student itself, so that only the reference is left.
+    term = gradient(
+        expected_surrogate(
+            hidden, logits.unsqueeze(1), logits.detach(), 2, 0.0, reference, reference_kl_weight=1.0
+        )
+    )
+    k2 = gradient((p * log_ratio.square() / 2).sum())
+    k3 = gradient((p * (log_ratio.exp() - 1 - log_ratio)).sum())
+
+    torch.testing.assert_close(term, k2)
+    torch.testing.assert_close(k3, gradient(-(log_q.exp() * log_p).sum()))  # of the forward KL
+    assert not torch.allclose(term, k3, atol=0.1)
 
 
 def test_a_number_by_hand() -> None:

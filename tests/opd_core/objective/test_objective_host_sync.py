@@ -54,11 +54,13 @@ def test_a_train_step_needs_no_value_on_the_host() -> None:
     result = opd_advantages(
         reverse_kl=k,
         response_mask=mask,
-        task_advantages=task,
+        task_advantages=task.unsqueeze(1).expand(B, T),
         task_adv_weight=0.5,
         opd_adv_weight=1.0,
         kl_clamp=2.0,
         baseline=k.mean(),
+        reference_kl=k,
+        reference_kl_weight=0.1,
     )
     loss = policy_loss(
         logprobs=logprobs,

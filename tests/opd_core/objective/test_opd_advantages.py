@@ -1,25 +1,19 @@
-"""Reverse KL, group-relative advantages and their weighted sum, by hand and against numpy."""
+"""Reverse KL and the weighted sum of the advantage's terms, by hand."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from opd_core.objective import (
-    OPDAdvantages,
-    group_relative_advantages,
-    opd_advantages,
-    reverse_kl,
-)
+from opd_core.objective import OPDAdvantages, opd_advantages, reverse_kl
 
 NAN, INF = math.nan, math.inf
 MASK = torch.tensor([[False, True, True, False], [False, True, False, False]])
+TASK = torch.tensor([[1.0] * 4, [-2.0] * 4])
 
 
 def opd_only(
@@ -82,91 +76,6 @@ class TestReverseKl:
             reverse_kl(torch.zeros(2, 4), torch.zeros(2, 4), MASK.float())
 
 
-def numpy_group_advantages(
-    rewards: list[float], groups: list[int], num_groups: int, eps: float = 1e-8
-) -> list[float]:
-    """Mean and ddof=1 std, one group after the other."""
-    values, index = np.array(rewards, dtype=np.float64), np.array(groups)
-    result = np.zeros(len(rewards))
-    for group in range(num_groups):
-        members = values[index == group]
-        if len(members) > 1:
-            result[index == group] = (members - members.mean()) / (members.std(ddof=1) + eps)
-    return [float(value) for value in result]
-
-
-class TestGroupRelativeAdvantages:
-    def test_numbers_by_hand(self) -> None:
-        # Mean 2, unbiased variance (1 + 0 + 1) / 2 = 1; and mean 0.5, variance 0.5.
-        result = group_relative_advantages(
-            torch.tensor([1.0, 2.0, 3.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 1, 1]), 2
-        )
-        half = math.sqrt(0.5)
-        torch.testing.assert_close(result, torch.tensor([-1.0, 0.0, 1.0, -half, half]))
-
-    @settings(max_examples=100, deadline=None)
-    @given(
-        members=st.lists(
-            st.tuples(st.integers(0, 4), st.integers(-8, 8).map(lambda n: n / 4)), max_size=24
-        )
-    )
-    def test_ragged_and_shuffled_groups_equal_a_numpy_loop(
-        self, members: list[tuple[int, float]]
-    ) -> None:
-        groups, rewards = [group for group, _ in members], [reward for _, reward in members]
-
-        result = group_relative_advantages(
-            torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups, dtype=torch.int64), 5
-        )
-
-        assert result.tolist() == pytest.approx(
-            numpy_group_advantages(rewards, groups, 5), rel=1e-9, abs=1e-9
-        )
-
-    @settings(max_examples=100, deadline=None)
-    @given(reward=st.floats(-100, 100, width=32), size=st.integers(1, 9))
-    def test_equal_rewards_give_exactly_zero_however_they_round(
-        self, reward: float, size: int
-    ) -> None:
-        result = group_relative_advantages(
-            torch.full((size,), reward), torch.zeros(size, dtype=torch.int64), 1
-        )
-        assert result.tolist() == [0.0] * size
-
-    def test_a_group_of_one_gives_zero_and_leaves_its_neighbours_alone(self) -> None:
-        result = group_relative_advantages(
-            torch.tensor([7.0, 0.0, 1.0]), torch.tensor([0, 2, 2]), 3
-        )
-        torch.testing.assert_close(result, torch.tensor([0.0, -(0.5**0.5), 0.5**0.5]))
-
-    def test_one_broken_reward_stays_in_its_group(self) -> None:
-        result = group_relative_advantages(
-            torch.tensor([NAN, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), 2
-        )
-        assert result.isfinite().tolist() == [False, False, True, True]
-
-    def test_no_rollouts_give_no_advantages(self) -> None:
-        result = group_relative_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)
-        assert result.shape == (0,)
-
-    def test_rewards_are_not_changed(self) -> None:
-        rewards = torch.tensor([1.0, 2.0, 4.0])
-        group_relative_advantages(rewards, torch.zeros(3, dtype=torch.int64), 1)
-        assert rewards.tolist() == [1.0, 2.0, 4.0]
-
-    def test_integer_rewards_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="floating-point rewards"):
-            group_relative_advantages(torch.tensor([0, 1]), torch.tensor([0, 0]), 1)
-
-    def test_an_eps_of_zero_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="eps > 0"):
-            group_relative_advantages(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), 1, eps=0.0)
-
-    def test_a_group_per_token_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="group_index"):
-            group_relative_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.int64), 1)
-
-
 class TestOPDAdvantages:
     def test_both_terms_by_hand(self) -> None:
         k = torch.tensor([[9.0, 2.0, -1.0, 9.0], [9.0, 0.5, 9.0, 9.0]])
@@ -174,7 +83,7 @@ class TestOPDAdvantages:
         result = opd_advantages(
             reverse_kl=k,
             response_mask=MASK,
-            task_advantages=torch.tensor([1.0, -2.0]),
+            task_advantages=TASK,
             task_adv_weight=0.5,
             opd_adv_weight=2.0,
         )
@@ -218,7 +127,7 @@ class TestOPDAdvantages:
         result = opd_advantages(
             reverse_kl=unused,
             response_mask=MASK,
-            task_advantages=torch.tensor([1.0, -2.0]),
+            task_advantages=TASK,
             task_adv_weight=3.0,
             opd_adv_weight=0.0,
             kl_clamp=1.0,
@@ -227,7 +136,7 @@ class TestOPDAdvantages:
         assert result.opd_term.tolist() == [[0.0] * 4] * 2
         assert result.advantages.tolist() == [[0.0, 3.0, 3.0, 0.0], [0.0, -6.0, 0.0, 0.0]]
 
-    @pytest.mark.parametrize("unused", [None, torch.full((2,), NAN), torch.full((2,), INF)])
+    @pytest.mark.parametrize("unused", [None, torch.full((2, 4), NAN), torch.full((2, 4), INF)])
     def test_a_task_term_of_weight_zero_contributes_exactly_zero(
         self, unused: Tensor | None
     ) -> None:
@@ -237,6 +146,46 @@ class TestOPDAdvantages:
             task_advantages=unused,
             task_adv_weight=0.0,
             opd_adv_weight=1.0,
+        )
+        assert torch.equal(result.advantages, torch.where(MASK, -1.0, 0.0))
+
+    def test_two_rollouts_of_one_row_keep_their_own_rewards(self) -> None:
+        result = opd_advantages(
+            reverse_kl=None,
+            response_mask=torch.tensor([[False, True, True, False, True]]),
+            task_advantages=torch.tensor([[1.0, 1.0, 1.0, -2.0, -2.0]]),
+            task_adv_weight=2.0,
+            opd_adv_weight=0.0,
+        )
+        assert result.advantages.tolist() == [[0.0, 2.0, 2.0, 0.0, -4.0]]
+
+    def test_the_reference_is_subtracted_unclamped_and_is_no_part_of_the_opd_term(self) -> None:
+        result = opd_advantages(
+            reverse_kl=torch.full((2, 4), 3.0),
+            response_mask=MASK,
+            task_advantages=TASK,
+            task_adv_weight=1.0,
+            opd_adv_weight=1.0,
+            kl_clamp=1.0,
+            baseline=0.5,
+            reference_kl=torch.tensor([[9.0, 4.0, -2.0, 9.0], [9.0, 0.0, 9.0, 9.0]]),
+            reference_kl_weight=0.25,
+        )
+        assert torch.equal(result.opd_term, torch.where(MASK, -0.5, 0.0))
+        # 1 - 0.5 - 0.25 * 4, 1 - 0.5 + 0.25 * 2 and -2 - 0.5.
+        assert result.advantages.tolist() == [[0.0, -0.5, 1.0, 0.0], [0.0, -2.5, 0.0, 0.0]]
+
+    @pytest.mark.parametrize("unused", [None, torch.full((2, 4), NAN), torch.full((2, 4), INF)])
+    def test_a_reference_of_weight_zero_contributes_exactly_zero(
+        self, unused: Tensor | None
+    ) -> None:
+        result = opd_advantages(
+            reverse_kl=torch.ones(2, 4),
+            response_mask=MASK,
+            task_advantages=None,
+            task_adv_weight=0.0,
+            opd_adv_weight=1.0,
+            reference_kl=unused,
         )
         assert torch.equal(result.advantages, torch.where(MASK, -1.0, 0.0))
 
@@ -251,13 +200,15 @@ class TestOPDAdvantages:
         result = opd_advantages(
             reverse_kl=torch.tensor([[NAN, 1.0], [INF, -INF]]),
             response_mask=mask,
-            task_advantages=torch.tensor([1.0, NAN]),
+            task_advantages=torch.tensor([[NAN, 1.0], [INF, NAN]]),
             task_adv_weight=1.0,
             opd_adv_weight=1.0,
             kl_clamp=5.0,
+            reference_kl=torch.tensor([[NAN, 0.25], [-INF, INF]]),
+            reference_kl_weight=2.0,
         )
 
-        assert result.advantages.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+        assert result.advantages.tolist() == [[0.0, -0.5], [0.0, 0.0]]
         assert result.opd_term.tolist() == [[0.0, -1.0], [0.0, 0.0]]
         assert not result.clamped.any()
 
@@ -265,11 +216,13 @@ class TestOPDAdvantages:
         result = opd_advantages(
             reverse_kl=torch.ones(2, 4, requires_grad=True),
             response_mask=MASK,
-            task_advantages=torch.ones(2, requires_grad=True),
+            task_advantages=torch.ones(2, 4, requires_grad=True),
             task_adv_weight=1.0,
             opd_adv_weight=1.0,
             kl_clamp=0.5,
             baseline=torch.tensor(0.1, requires_grad=True),
+            reference_kl=torch.ones(2, 4, requires_grad=True),
+            reference_kl_weight=1.0,
         )
         assert [tensor.requires_grad for tensor in result] == [False, False, False]
 
@@ -278,7 +231,7 @@ class TestOPDAdvantages:
             opd_advantages(
                 reverse_kl=None,
                 response_mask=MASK,
-                task_advantages=torch.zeros(2),
+                task_advantages=TASK,
                 task_adv_weight=1.0,
                 opd_adv_weight=1.0,
             )
@@ -293,14 +246,27 @@ class TestOPDAdvantages:
                 opd_adv_weight=1.0,
             )
 
-    def test_task_advantages_per_token_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="one per rollout"):
+    def test_a_missing_reference_is_refused_where_its_weight_is_not_zero(self) -> None:
+        with pytest.raises(ValueError, match="set reference_kl_weight to 0"):
+            opd_advantages(
+                reverse_kl=torch.zeros(2, 4),
+                response_mask=MASK,
+                task_advantages=None,
+                task_adv_weight=0.0,
+                opd_adv_weight=1.0,
+                reference_kl_weight=0.1,
+            )
+
+    @pytest.mark.parametrize("name", ["task_advantages", "reference_kl"])
+    def test_a_number_per_rollout_is_refused_not_broadcast(self, name: str) -> None:
+        fields: dict[str, Any] = {"task_advantages": TASK, name: torch.zeros(2, 1)}
+        with pytest.raises(ValueError, match=f"expected {name} of the mask's shape"):
             opd_advantages(
                 reverse_kl=None,
                 response_mask=MASK,
-                task_advantages=torch.zeros(4),
                 task_adv_weight=1.0,
                 opd_adv_weight=0.0,
+                **fields,
             )
 
     def test_a_baseline_per_token_is_refused(self) -> None:

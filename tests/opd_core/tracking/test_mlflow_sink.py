@@ -407,3 +407,16 @@ def test_waits_are_bounded_only_where_the_environment_does_not_say_otherwise() -
     assert environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "300"
     assert int(environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]) < 7
     assert environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+
+
+def test_a_run_that_is_taken_up_again_runs_again_and_tells_by_whom(shipped: Shipped) -> None:
+    first = MlflowSink(shipped.another("resumed"))
+    first.finish(Ending("KILLED", {"opd.status": "cancelled"}))
+    tags = {RUN_TAG: "resumed", "prefect.flow_run_id": "the second"}
+    again = MlflowSink(replace(shipped.another("resumed"), tags=tags))
+    assert again.run_id == first.run_id
+    tracked = shipped.client.get_run(again.run_id)
+    assert tracked.info.status == "RUNNING"
+    assert tracked.data.tags["prefect.flow_run_id"] == "the second"
+    again.set_status("FINISHED")
+    assert shipped.client.get_run(again.run_id).info.status == "FINISHED"

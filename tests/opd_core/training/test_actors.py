@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from opd_core.errors import SamplingError
+from opd_core.errors import ActorLost, OPDError, SamplingError, TrainingError
 from opd_core.sampling.protocol import Completion, SampleRequest
-from opd_core.training.actors import RaySampler, not_ready
+from opd_core.training.handles import RaySampler, all_of
+from opd_core.training.placement import bundles_of, not_ready
 
 
 class FakeActor:
@@ -63,15 +64,21 @@ async def test_every_request_is_answered_once_and_a_group_stays_on_one_actor() -
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "kind", "said"),
     [
-        (ActorDiedError(), "a sampling actor died: "),
-        (raised(RuntimeError("out of memory")), r"a sampling actor failed: [\s\S]*out of memory"),
-        (raised(SamplingError("no room for 9 rows")), "^no room for 9 rows$"),
+        (ActorDiedError(), ActorLost, "a sampling actor died: "),
+        (
+            raised(RuntimeError("out of memory")),
+            SamplingError,
+            r"a sampling actor failed: [\s\S]*out of memory",
+        ),
+        (raised(SamplingError("no room for 9 rows")), SamplingError, "^no room for 9 rows$"),
     ],
 )
-async def test_a_lost_actor_ends_the_stream_at_once(error: Exception, said: str) -> None:
-    with pytest.raises(SamplingError, match=said):
+async def test_a_lost_actor_ends_the_stream_at_once(
+    error: Exception, kind: type[OPDError], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
         await drain([FakeActor(ends=False), FakeActor(error)])
 
 
@@ -86,3 +93,20 @@ def test_actors_that_are_not_ready_are_told_with_what_was_asked_and_what_there_i
     assert "2 training actors (1 CPU and 0.6 GPUs each)" in said
     assert "3 sampling actors (1 CPU and 0.4 GPUs each)" in said
     assert "has 4 CPUs and 2 GPUs; free now: 1 and 0." in said
+
+
+async def test_a_dead_rank_is_told_from_one_that_failed() -> None:
+    async def ends(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(ActorLost, match=r"^training: a training actor died"):
+        await all_of([ends(ActorDiedError())], "training")
+    with pytest.raises(TrainingError, match=r"^no memory$") as failed:
+        await all_of([ends(raised(TrainingError("no memory")))], "training")
+    assert not isinstance(failed.value, ActorLost)
+
+
+def test_actors_that_share_a_gpu_are_placed_together_and_others_apart() -> None:
+    assert bundles_of(2, 1, (0.0, 0.0)) == [{"CPU": 1.0}] * 3
+    assert bundles_of(2, 1, (1.0, 1.0)) == [{"CPU": 1.0, "GPU": 1.0}] * 3
+    assert bundles_of(1, 2, (0.6, 0.4)) == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,54 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from opd_core.config import OPDConfig, OPDTeacherConfig, TrainingConfig
 from opd_core.errors import TrainingError
 from opd_core.sampling.protocol import SampleRequest
 from opd_core.sampling.transformers_engine import TransformersEngine
 from opd_core.training.batch import MiniBatch, TrainBatch, TrainSample
 from opd_core.training.learner import Learner
 from opd_core.training.models import load_model, load_tokenizer
-
-CPU = torch.device("cpu")
-
-
-def opd_config(**changes: Any) -> OPDConfig:
-    teacher = OPDTeacherConfig(name="t", endpoint="http://127.0.0.1:1")
-    return OPDConfig(teachers=(teacher,), default_teacher="t", **changes)
-
-
-def training_config(**changes: Any) -> TrainingConfig:
-    settings = {"steps": 1, "prompts_per_step": 6, "learning_rate": 1e-3, "weight_decay": 0.0}
-    return TrainingConfig(**(settings | changes))
-
-
-def learner_of(
-    path: Path, opd: OPDConfig | None = None, dtype: str = "float32", **training: Any
-) -> Learner:
-    model = load_model(str(path), "float32", CPU)
-    return Learner(model, load_tokenizer(str(path)), training_config(**training), opd, dtype)
-
-
-def scored_batch(student: Path, teacher: Path, mini_batches: int = 1) -> TrainBatch:
-    """Ragged random sequences with the student's and the teacher's true logprobs."""
-    models = [
-        AutoModelForCausalLM.from_pretrained(p).requires_grad_(False) for p in (student, teacher)
-    ]
-    draw = torch.Generator().manual_seed(5)
-    samples = []
-    for number in range(6):
-        prompt, length = 1 + number % 3, 4 + 2 * number
-        ids = torch.randint(2, 18, (1, prompt + length), generator=draw)
-        exact = [m(ids).logits[0].log_softmax(-1) for m in models]
-        own, theirs = (
-            e[prompt - 1 : -1].gather(-1, ids[0, prompt:, None])[:, 0].tolist() for e in exact
-        )
-        samples.append(
-            TrainSample(tuple(ids[0].tolist()), prompt, tuple(own), tuple(theirs), 0.0, number % 2)
-        )
-    parts = [tuple(samples[i::mini_batches]) for i in range(mini_batches)]
-    minis = tuple(MiniBatch(p, sum(s.response_tokens for s in p)) for p in parts)
-    return TrainBatch(minis, ("a", "b"), scored=True)
+from tests.opd_core.training.engine import CPU, learner_of, opd_config, scored_batch
 
 
 def weights_after(learner: Learner, batch: TrainBatch) -> tuple[dict[str, Any], dict[str, float]]:
@@ -211,30 +166,3 @@ def test_the_student_is_saved_in_full_precision(student_dir: Path, tmp_path: Pat
     path = learner_of(student_dir, opd_config(), "bfloat16").save(tmp_path / "student")
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-@pytest.mark.slow
-def test_two_ranks_give_the_update_of_one(
-    student_dir: Path, teacher_dir: Path, tmp_path: Path
-) -> None:
-    batch = scored_batch(student_dir, teacher_dir)
-    learner = learner_of(student_dir, opd_config())
-    expected, metrics = weights_after(learner, batch)
-    torch.save(batch, tmp_path / "batch.pt")
-    script = Path(__file__).with_name("two_ranks.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path), str(student_dir)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    told = [json.loads((tmp_path / f"metrics-{rank}.json").read_text()) for rank in range(2)]
-    assert told[0] == told[1]
-    for name in ("opd_reverse_kl", "opd_reverse_kl/a", "advantage_std", "grad_norm"):
-        assert told[0][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-7)
-    weights = torch.load(tmp_path / "weights-0.pt")
-    others = torch.load(tmp_path / "weights-1.pt")
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-    assert max(float((weights[n] - expected[n]).abs().max()) for n in weights) < 0.02 * 1e-3

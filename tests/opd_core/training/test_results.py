@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
 from opd_core.tracking.journal import JournalRecord
-from opd_core.training.results import Span, reverse_kl_span, summarise
+from opd_core.training.results import RunResult, Span, read_result, reverse_kl_span, summarise
 
 
 def step(kl: float, tokens: float = 10.0, stderr: float = 0.1) -> dict[str, float]:
@@ -43,3 +44,33 @@ def test_lost_groups_of_a_step_that_never_trained_are_counted() -> None:
     assert numbers.train_steps == 0
     assert numbers.groups == {"failed": 3}
     assert numbers.lost == {"timeout": 3}
+
+
+def test_seconds_of_earlier_attempts_are_left_out_and_everything_else_is_of_the_whole_run() -> None:
+    took = {"time/step_s": 9.0, "time/sampling_s": 2.0, "time/scoring_s": 1.0}
+    took |= {"time/training_s": 3.0, "time/weight_sync_s": 0.5, "groups/completed": 4.0}
+    records = [JournalRecord(1, 10.0, took), JournalRecord(2, 20.0, took)]
+    records.append(JournalRecord(2, 21.0, {"time/evaluation_s": 7.0}))
+    numbers = summarise(records, since_s=20.0)
+    assert numbers.train_steps == 2
+    assert numbers.groups == {"completed": 8}
+    assert numbers.seconds == {
+        "sampling": 2.0,
+        "scoring": 1.0,
+        "training": 3.0,
+        "weight_sync": 0.5,
+        "evaluation": 7.0,
+    }
+
+
+def test_the_last_pass_at_k_counts_in_the_order_of_k() -> None:
+    told = [{"eval/pass_at_16": 0.5, "eval/pass_at_2": 0.1}, {"opd_reverse_kl/x": 1.0}]
+    told.append({"eval/pass_at_2": 0.2, "eval/pass_at_2_stderr": 0.01})
+    numbers = summarise([JournalRecord(n, 0.0, metrics) for n, metrics in enumerate(told)])
+    assert list(numbers.pass_at.items()) == [("2", 0.2), ("16", 0.5)]
+
+
+def test_a_result_says_whether_another_job_can_go_on(tmp_path: Path) -> None:
+    died = RunResult("failed", "ActorLost", "gone", restartable=True, stopped="")
+    died.write(tmp_path)
+    assert read_result(tmp_path) == died

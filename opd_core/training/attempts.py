@@ -1,0 +1,266 @@
+"""The attempts of a run: ``run.json``, who is still at it, and how the next attempt begins.
+
+A run directory belongs to one run for ever. What tells of a single attempt (ledger, receipt,
+result, logs) is put aside under ``attempts/<n>/`` before the next one starts; journal, batches,
+checkpoints and parked rollouts are the run's own and stay.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from opd_core.errors import ConfigError, PreflightError, ServingError, TeacherAnswerError
+from opd_core.lifecycle.errors import LifecycleError
+from opd_core.lifecycle.handle import Supervisor
+from opd_core.lifecycle.ledger import LEDGER_FILE, read_ledger
+from opd_core.lifecycle.process import ProcessId, boot_id, identify, is_running
+from opd_core.lifecycle.records import RECEIPT_FILE
+from opd_core.lifecycle.teardown import has_ended
+from opd_core.scoring.facts import TeacherFacts, read_facts
+from opd_core.training.files import (
+    ATTEMPTS_FOLDER,
+    BATCHES_FOLDER,
+    CONFIG_FILE,
+    LOGS_FOLDER,
+    MODEL_CARD_FILE,
+    RESULT_FILE,
+    RUN_FILE,
+    SCORING_FILE,
+    SUMMARY_FILE,
+    TEACHERS_FILE,
+)
+from opd_core.training.forks import ForkPoint, name_of, newest_checkpoint
+from opd_core.whole_file import write_whole
+
+COMPLETED = "completed"
+OF_ONE_ATTEMPT = (
+    RECEIPT_FILE,
+    RESULT_FILE,
+    SUMMARY_FILE,
+    MODEL_CARD_FILE,
+    TEACHERS_FILE,
+    SCORING_FILE,
+    LOGS_FOLDER,
+    # Last: while it is there, a move that was broken off can be taken up again.
+    LEDGER_FILE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a run, with the process of its flow; times are seconds since the epoch.
+
+    ``status`` is how it ended: ``completed``, ``failed``, ``cancelled``, or empty while it runs and
+    where it was killed. ``flow_run_id`` is Prefect's.
+    """
+
+    started_at: float
+    flow_run_id: str = ""
+    status: str = ""
+    pid: int = 0
+    start_ticks: int = 0
+    boot_id: str = ""
+
+    @classmethod
+    def begin(cls, flow_run_id: str = "") -> Attempt:
+        """An attempt of this process, from now on."""
+        me = identify(os.getpid())
+        ticks = me.start_ticks if me else 0
+        return cls(time.time(), flow_run_id, "", os.getpid(), ticks, boot_id())
+
+    @property
+    def alive(self) -> bool:
+        """Whether another process is still at it."""
+        owner = ProcessId(self.pid, self.start_ticks)
+        here = not self.status and self.boot_id == boot_id() and self.pid != os.getpid()
+        return here and is_running(owner)
+
+
+@dataclass(frozen=True, slots=True)
+class RunHistory:
+    """What ``run.json`` holds. ``fingerprints`` are those of the first attempt's models and
+    data, by what they are of."""
+
+    run_id: str
+    attempts: tuple[Attempt, ...]
+    fingerprints: dict[str, str]
+    forked_from: ForkPoint | None = None
+
+    def write(self, run_dir: Path) -> None:
+        """Write ``run.json``; it appears whole or not at all."""
+        write_whole(run_dir / RUN_FILE, _HISTORY.dump_json(self, indent=2), durable=True)
+
+
+_HISTORY = TypeAdapter(RunHistory)
+
+
+def read_history(run_dir: Path) -> RunHistory:
+    """Who the run in ``run_dir`` is. Raises :class:`ConfigError`."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{run_dir} holds no {CONFIG_FILE}: it is not a run directory, or its run was ended "
+            "before it began; start a new run"
+        )
+    try:
+        return _HISTORY.validate_json((run_dir / RUN_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{run_dir / RUN_FILE} cannot be read ({error}), so it is not known what the run was "
+            "made of; begin a new run from its newest checkpoint: "
+            f"opd run --fork {name_of(run_dir)}"
+        ) from None
+
+
+def check_fingerprints(run_dir: Path, history: RunHistory, now: Mapping[str, str]) -> None:
+    """Raise :class:`PreflightError` if a model or a data file is not what it was at first."""
+    changed = [
+        f"  - {what} is not what it was: fingerprint {first or 'unknown'} then, "
+        f"{now.get(what) or 'unknown'} now\n"
+        for what, first in history.fingerprints.items()
+        if now.get(what) != first
+    ]
+    if changed:
+        raise PreflightError(
+            f"run {history.run_id} cannot go on, nothing was started:\n{''.join(changed)}"
+            "put back what was there, or begin a new run from its newest checkpoint: "
+            f"opd run --fork {name_of(run_dir)}"
+        )
+
+
+def find_flow_run(root: Path, flow_run_id: str) -> Path | None:
+    """The directory of the run of which this Prefect flow run was an attempt."""
+    for file in root.glob(f"*/{RUN_FILE}"):
+        try:
+            attempts = json.loads(file.read_bytes())["attempts"]
+            if any(attempt["flow_run_id"] == flow_run_id for attempt in attempts):
+                return file.parent
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def check_not_running(run_dir: Path, history: RunHistory) -> None:
+    """Raise :class:`ConfigError` while a process of the run is alive on this machine."""
+    latest = history.attempts[-1]
+    if latest.alive:
+        raise ConfigError(f"run {history.run_id} is still running (pid {latest.pid}): end it first")
+    if (pid := _supervisor_at_work(run_dir)) is not None:
+        raise ConfigError(
+            f"run {history.run_id} is still running: its supervisor (pid {pid}) is ending what it "
+            "started; try again in a minute"
+        )
+
+
+def _supervisor_at_work(run_dir: Path) -> int | None:
+    try:
+        records = read_ledger(run_dir / LEDGER_FILE)
+    except LifecycleError as error:
+        raise ConfigError(str(error)) from None
+    starts = [record.facts for record in records if record.event == "run_started"]
+    if has_ended(records) or not starts or starts[-1]["boot_id"] != boot_id():
+        return None
+    pid = int(starts[-1]["supervisor_pid"])
+    return pid if is_running(ProcessId(pid, starts[-1]["supervisor_start_ticks"])) else None
+
+
+def continue_run(
+    run_dir: Path, fingerprints: Mapping[str, str], flow_run_id: str, teardown_s: float
+) -> RunHistory:
+    """Make a run directory ready for its next attempt, which is this process.
+
+    Raises :class:`ConfigError` if the run is alive, :class:`PreflightError` if a model or its data
+    has changed, or what a killed attempt left cannot be ended. Then nothing has been touched.
+    """
+    with _claimed(run_dir):
+        history = read_history(run_dir)
+        check_not_running(run_dir, history)
+        check_fingerprints(run_dir, history, fingerprints)
+        _end_what_is_left(run_dir, history.run_id, teardown_s)
+        _put_aside(run_dir, len(history.attempts))
+        attempts = (*history.attempts, Attempt.begin(flow_run_id))
+        history = replace(history, attempts=attempts)
+        history.write(run_dir)
+    return history
+
+
+def check_external_teachers(run_dir: Path, now: Mapping[str, TeacherFacts]) -> None:
+    """A teacher whose model's files are not known is known by its scores: those of its known
+    sequences must be what they were when the run first heard them. Raises :class:`ServingError`."""
+    folders = sorted((run_dir / ATTEMPTS_FOLDER).glob("*"), key=lambda folder: int(folder.name))
+    told = (folder / TEACHERS_FILE for folder in folders if (folder / TEACHERS_FILE).is_file())
+    if (first := next(told, None)) is None:
+        return
+    for name, before in read_facts(first).items():
+        answers = {canary.token_ids: canary.logprobs for canary in now[name].canaries}
+        for canary in () if before.fingerprint else before.canaries:
+            for replica, logprobs in enumerate(answers.get(canary.token_ids, ())):
+                try:
+                    canary.check(replica, logprobs, before.tolerance)
+                except TeacherAnswerError as error:
+                    raise ServingError(
+                        f"teacher {name!r} is not what it was when this run began: {error}; begin "
+                        f"a new run from its newest checkpoint: opd run --fork {name_of(run_dir)}"
+                    ) from None
+
+
+def end_attempt(run_dir: Path, status: str) -> None:
+    """Write down how the latest attempt ended. Raises :class:`ConfigError` or OSError."""
+    history = read_history(run_dir)
+    *earlier, latest = history.attempts
+    replace(history, attempts=(*earlier, replace(latest, status=status))).write(run_dir)
+
+
+@contextmanager
+def _claimed(run_dir: Path) -> Iterator[None]:
+    """Only one process at a time looks whether a run is alive, and takes it over."""
+    folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"{run_dir}: another process is taking this run up right now") from None
+    finally:
+        os.close(folder)
+
+
+def _end_what_is_left(run_dir: Path, run_id: str, teardown_s: float) -> None:
+    """A supervisor that was killed leaves a ledger without receipt; the next one ends what stands
+    there, so it must see it before it is put aside."""
+    try:
+        if has_ended(read_ledger(run_dir / LEDGER_FILE)):
+            return
+        supervisor = Supervisor.start(run_dir=run_dir, run_id=run_id, teardown_s=teardown_s)
+        receipt = supervisor.end("the killed attempt was ended")
+    except LifecycleError as error:
+        raise PreflightError(f"run {run_id}: its last attempt cannot be ended: {error}") from None
+    if not receipt.clean:
+        raise PreflightError(
+            f"run {run_id}: something of its last attempt is left; read {run_dir / RECEIPT_FILE}, "
+            "end it by hand, and try again"
+        )
+
+
+def _put_aside(run_dir: Path, number: int) -> None:
+    folder = run_dir / ATTEMPTS_FOLDER / str(number)
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(run_dir / CONFIG_FILE, folder / CONFIG_FILE)
+    for name in OF_ONE_ATTEMPT:
+        if (run_dir / name).exists():
+            os.replace(run_dir / name, folder / name)
+
+
+def can_go_on(run_dir: Path) -> bool:
+    """Whether a further attempt would find more than the original student."""
+    recorded = (run_dir / BATCHES_FOLDER).glob("step-*.json")
+    return newest_checkpoint(run_dir) is not None or any(recorded)

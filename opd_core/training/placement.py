@@ -1,0 +1,107 @@
+"""Where the actors live: one placement group, one bundle for each actor or each shared GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from opd_core.config import ExperimentConfig
+from opd_core.config.student import gpu_shares
+from opd_core.errors import TrainingError
+from opd_core.training.actors import SamplingActor, TrainingActor
+from opd_core.training.handles import RayLearner, RaySampler, all_of
+
+
+def connect() -> None:
+    """Join the cluster that this job runs in."""
+    ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=True)
+
+
+async def start_actors(config: ExperimentConfig) -> tuple[RaySampler, RayLearner]:
+    """Start all actors in one placement group and wait until the student is loaded.
+
+    Raises :class:`TrainingError` with the actor's own reason if one does not come up, and with
+    what was asked and what there is if they are not all ready after ``ray.startup_limit_s``.
+    """
+    limit = config.ray.startup_limit_s
+    ranks, samplers = config.training.actors, config.sampling.actors
+    shares = gpu_shares(config.student.gpus, ranks, samplers)
+    try:
+        async with asyncio.timeout(limit):
+            bundles = bundles_of(ranks, samplers, shares)
+            group = placement_group(bundles, strategy=config.ray.placement)
+            await group.ready()
+            training = _start(TrainingActor, config, group, range(ranks), shares[0])
+            first = 0 if shared_gpus(shares) else ranks
+            places = range(first, first + samplers)
+            sampling = _start(SamplingActor, config, group, places, shares[1])
+            await all_of(
+                [actor.ready.remote() for actor in [*training, *sampling]], "loading the student"
+            )
+            learner = RayLearner(training)
+            await learner.join()
+    except TimeoutError:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        raise TrainingError(not_ready(ranks, samplers, shares, limit, total, free)) from None
+    return RaySampler(sampling), learner
+
+
+def shared_gpus(shares: tuple[float, float]) -> bool:
+    """Whether a sampling actor lives on the GPU of a training actor."""
+    return 0 < shares[0] < 1
+
+
+def bundles_of(ranks: int, samplers: int, shares: tuple[float, float]) -> list[dict[str, float]]:
+    """What the placement group reserves: a bundle for each actor, training actors first. Where GPUs
+    are shared, the i-th training and the i-th sampling actor are in one bundle, of one GPU."""
+    if shared_gpus(shares):
+        return [
+            {"CPU": float((i < ranks) + (i < samplers)), "GPU": 1.0}
+            for i in range(max(ranks, samplers))
+        ]
+    each = [shares[0]] * ranks + [shares[1]] * samplers
+    return [{"CPU": 1.0} | ({"GPU": gpus} if gpus else {}) for gpus in each]
+
+
+def not_ready(
+    ranks: int,
+    samplers: int,
+    shares: tuple[float, float],
+    limit_s: float,
+    total: Mapping[str, float],
+    free: Mapping[str, float],
+) -> str:
+    """The message for actors that are not ready in time: what was asked, what the cluster has."""
+    return (
+        f"the student's actors were not ready after {limit_s:g} s. Asked for: {ranks} training "
+        f"actors (1 CPU and {shares[0]:g} GPUs each), {samplers} sampling actors (1 CPU and "
+        f"{shares[1]:g} GPUs each). The cluster has {total.get('CPU', 0):g} CPUs and "
+        f"{total.get('GPU', 0):g} GPUs; free now: {free.get('CPU', 0):g} and "
+        f"{free.get('GPU', 0):g}. If they can never fit, lower training.actors or sampling.actors "
+        "or wait for a free cluster; if the model loads slowly, raise ray.startup_limit_s"
+    )
+
+
+def _start(
+    kind: type, config: ExperimentConfig, group: Any, places: Sequence[int], gpus: float
+) -> list[Any]:
+    variables = {"OMP_NUM_THREADS": str(config.student.cpu_threads)}
+    if config.deterministic:
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what torch's switch asks for
+    return [
+        ray.remote(kind)
+        .options(
+            num_cpus=1,
+            num_gpus=gpus,
+            runtime_env={"env_vars": variables},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, place),
+        )
+        .remote(config)
+        for place in places
+    ]

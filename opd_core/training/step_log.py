@@ -1,0 +1,54 @@
+"""What is recorded of each train step: once, however often the step is trained.
+
+A resumed run trains recorded batches again, and what the journal has of them is not written twice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from opd_core.tracking.journal import Journal, JournalReader
+
+TRAINED = "time/step_s"
+"""Every record of a train step has it."""
+EVALUATED = "time/evaluation_s"
+"""Every record of an evaluation has it."""
+
+
+class StepLog:
+    """The journal's writing end, which knows what the journal holds. Raises as
+    :class:`~opd_core.tracking.journal.Journal` does."""
+
+    def __init__(self, path: Path) -> None:
+        self._known: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        self._journal = Journal(path)
+        for record in JournalReader(path).read():
+            self._known[record.train_step].update(record.metrics)
+
+    def has(self, train_step: int, name: str) -> bool:
+        """Whether a record of this step holds this metric."""
+        return name in self._known[train_step]
+
+    def of_step(self, train_step: int) -> Mapping[str, float]:
+        """All metrics of a step so far."""
+        return self._known[train_step]
+
+    def record(self, train_step: int, metrics: Mapping[str, float], kind: str = "") -> None:
+        """Write a record; nothing if ``kind``, a metric that all of its kind have, is there."""
+        if kind and self.has(train_step, kind):
+            return
+        self._journal.append(train_step, metrics)
+        self._known[train_step].update(metrics)
+
+    def close(self) -> None:
+        """Close the journal."""
+        self._journal.close()
+
+    def __enter__(self) -> StepLog:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

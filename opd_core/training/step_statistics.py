@@ -1,0 +1,84 @@
+"""What one train step was like: gathered on the device, told once, the same on every rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opd_core.objective.advantages import OPDAdvantages
+from opd_core.objective.loss import PolicyLoss
+from opd_core.objective.metrics import gather_tokens, reverse_kl_metrics, rollout_stderr
+from opd_core.training.batch import TrainBatch
+from opd_core.training.packing import MicroBatch
+
+TOKEN_COLUMNS = 6  # k, A, clamped, source, |rollout - old|, reference k
+
+
+class StepStatistics:
+    """Grows by a micro-batch at a time; nothing waits for the device before :meth:`told`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._tokens = [torch.zeros((0, TOKEN_COLUMNS), dtype=torch.float64, device=device)]
+        self._rollouts = [torch.zeros((0, 2), dtype=torch.float64, device=device)]
+        self._clipped = torch.zeros((), dtype=torch.float64, device=device)
+        self._grad_norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._referred = False
+        self.optimizer_steps = 0
+
+    def add(
+        self,
+        micro: MicroBatch,
+        *,
+        k: Tensor,
+        made: OPDAdvantages,
+        old: Tensor,
+        reference: Tensor | None,
+        outcome: PolicyLoss,
+    ) -> None:
+        """Take in one micro-batch; ``reference`` is its reference k, if there is one."""
+        self._referred = reference is not None
+        far = torch.zeros_like(k) if reference is None else reference
+        gap = (micro.rollout_logprobs - old).abs()
+        columns = (k, made.advantages, made.clamped, micro.source_index, gap, far)
+        rows = torch.stack([column.detach().double().flatten() for column in columns], dim=1)
+        rows = rows.index_select(0, micro.flat)
+        self._tokens.append(rows)
+        of_rollout = micro.rollout_index.flatten().index_select(0, micro.flat)
+        pairs = torch.stack([rows[:, 0], torch.ones_like(rows[:, 0])], dim=1)
+        sums = rows.new_zeros(len(micro.samples), 2).index_add(0, of_rollout, pairs)
+        self._rollouts.append(sums)
+        self._clipped += outcome.clipped_tokens
+
+    def stepped(self, grad_norm: Tensor) -> None:
+        """An optimizer step was taken."""
+        self._grad_norm = torch.maximum(self._grad_norm, grad_norm.detach().double())
+        self.optimizer_steps += 1
+
+    def told(self, batch: TrainBatch) -> dict[str, float]:
+        """The step's metrics. A collective, and the only wait for the device."""
+        tokens = gather_tokens(torch.cat(self._tokens))
+        metrics = reverse_kl_metrics(
+            reverse_kl=tokens[:, 0],
+            advantages=tokens[:, 1],
+            clamped=tokens[:, 2],
+            source_index=tokens[:, 3],
+            sources=batch.sources,
+        )
+        sums, counts = gather_tokens(torch.cat(self._rollouts)).unbind(1)
+        metrics["opd_reverse_kl_stderr"] = rollout_stderr(sums, counts)
+        if not batch.scored:
+            metrics = {n: v for n, v in metrics.items() if not n.startswith("opd_")}
+        clipped = self._clipped
+        if dist.is_initialized():
+            dist.all_reduce(clipped)
+        count = max(len(tokens), 1)
+        metrics["ratio_clipped_fraction"] = clipped / count
+        metrics["engine_logprob_gap"] = tokens[:, 4].sum() / count
+        metrics["grad_norm"] = self._grad_norm
+        if self._referred:
+            metrics["reference_kl"] = tokens[:, 5].sum() / count
+        values = torch.stack([value.double() for value in metrics.values()]).tolist()
+        told = dict(zip(metrics, values, strict=True))
+        told["optimizer_steps"] = float(self.optimizer_steps)
+        return told | ({"opd_baseline": batch.baseline} if batch.scored else {})

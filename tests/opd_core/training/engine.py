@@ -1,0 +1,79 @@
+"""Learners and fixed batches for tests of the training engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from opd_core.config import OPDConfig, OPDTeacherConfig, StudentConfig, TrainingConfig
+from opd_core.training.batch import MiniBatch, TrainBatch, TrainSample
+from opd_core.training.learner import Learner
+from opd_core.training.models import load_model, load_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def opd_config(**changes: Any) -> OPDConfig:
+    teacher = OPDTeacherConfig(name="t", endpoint="http://127.0.0.1:1")
+    return OPDConfig(teachers=(teacher,), default_teacher="t", **changes)
+
+
+def training_config(**changes: Any) -> TrainingConfig:
+    settings = {"steps": 1, "prompts_per_step": 6, "learning_rate": 1e-3, "weight_decay": 0.0}
+    return TrainingConfig(**(settings | changes))
+
+
+def learner_of(
+    path: Path,
+    opd: OPDConfig | None = None,
+    dtype: str = "float32",
+    *,
+    student: dict[str, Any] | None = None,
+    make_optimizer: Any = None,
+    **training: Any,
+) -> Learner:
+    """A learner of this process; of one rank unless the process has joined others."""
+    return Learner(
+        load_model(str(path), "float32", CPU),
+        load_tokenizer(str(path)),
+        StudentConfig(model=str(path), dtype=dtype, **(student or {})),
+        training_config(**training),
+        opd,
+        device=CPU,
+        make_optimizer=make_optimizer,
+    )
+
+
+def scored_batch(
+    student: Path, teacher: Path, mini_batches: int = 1, samples: int = 6, seed: int = 5
+) -> TrainBatch:
+    """Ragged random sequences with the student's and the teacher's true logprobs."""
+    models = [
+        AutoModelForCausalLM.from_pretrained(p).requires_grad_(False) for p in (student, teacher)
+    ]
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(samples):
+        prompt, length = 1 + number % 3, 4 + 2 * (number % 6)
+        ids = torch.randint(2, 18, (1, prompt + length), generator=draw)
+        exact = [m(ids).logits[0].log_softmax(-1) for m in models]
+        own, theirs = (
+            e[prompt - 1 : -1].gather(-1, ids[0, prompt:, None])[:, 0].tolist() for e in exact
+        )
+        made.append(
+            TrainSample(
+                tuple(ids[0].tolist()),
+                prompt,
+                tuple(own),
+                tuple(theirs),
+                0.0,
+                number % 2,
+                (number, 0),
+            )
+        )
+    parts = [tuple(made[i::mini_batches]) for i in range(mini_batches)]
+    minis = tuple(MiniBatch(p, sum(s.response_tokens for s in p)) for p in parts)
+    return TrainBatch(minis, ("a", "b"), scored=True)
