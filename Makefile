@@ -1,5 +1,6 @@
 # make demo    set up, then run the tiny experiment (a few minutes on two CPU cores)
 # make test    set up, then run all tests
+# make test-long  whole runs that are killed again and again
 # make test-servers  build the servers' own environments, test real SGLang and LMDeploy (CPU)
 # make check   the fast loop: format, lint, types, import contracts, core tests
 # make bench   benchmarks: they measure and report, they assert nothing
@@ -9,7 +10,7 @@ PIP_ARGS ?=
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 CODE = flows tasks opd_core deployments tests
 
-.PHONY: install demo test test-servers check format bench models clean
+.PHONY: install demo test test-long test-servers check lint format bench models clean
 
 install:
 	@.ci/make_env $(PYTHON) $(PIP_ARGS)
@@ -20,17 +21,22 @@ demo: install
 test: install
 	$(PYTEST)
 
+test-long: install
+	$(PYTEST) -m long tests
+
 # Selected by name, a missing environment is a failure and no skip.
 test-servers: install
 	.venv/bin/opd prepare sglang --device cpu
 	.venv/bin/opd prepare lmdeploy --device cpu
 	OPD_SERVERS_REPORT=runs/servers.json $(PYTEST) -m servers tests/servers
 
-check: install
+check: lint
+	$(PYTEST) -m "not slow and not long and not servers" -x -q
+
+lint: install
 	.venv/bin/ruff format --check $(CODE)
 	.venv/bin/ruff check $(CODE)
 	.venv/bin/python -m mypy
-	$(PYTEST) -m "not slow" -x -q
 
 format: install
 	.venv/bin/ruff format $(CODE)

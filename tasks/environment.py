@@ -21,14 +21,16 @@ from prefect.runtime import flow_run
 from pydantic import SecretStr
 
 from opd_core.config import ExperimentConfig, OPDTeacherConfig
-from opd_core.errors import PreflightError
+from opd_core.errors import ConfigError, PreflightError
 from opd_core.preflight import PreflightReport, run_preflight
 from opd_core.preflight.facts import fingerprint
+from opd_core.recipe import load_recipe
 from opd_core.scoring.asking import checked_key
 from opd_core.training.attempts import (
     Attempt,
     RunHistory,
     continue_run,
+    end_leftovers,
     find_flow_run,
 )
 from opd_core.training.files import CONFIG_FILE, LOGS_FOLDER
@@ -63,12 +65,26 @@ def plan_experiment(
 
     Raises :class:`~opd_core.errors.ConfigError`.
     """
-    plan = plan_run(recipe, overrides, resume=resume, fork=fork)
-    root, flow_run_id = plan.config.run.root_dir, flow_run.id
-    if plan.resume is None and flow_run_id and (tried := find_flow_run(root, str(flow_run_id))):
-        announce(f"this flow run was tried before: it goes on in {tried}")
-        return plan_run(recipe, resume=str(tried))
+    try:
+        plan = plan_run(recipe, overrides, resume=resume, fork=fork)
+    except ConfigError:  # what a first try forked from may be gone, or have trained on
+        if (tried := _tried_before(load_recipe(recipe))) is None:
+            raise
+        plan = plan_run(recipe, resume=str(tried))
+    else:
+        if plan.resume is None and (tried := _tried_before(plan.config)) is not None:
+            plan = plan_run(recipe, resume=str(tried))
+    if plan.resume is not None:
+        end_leftovers(plan.resume, plan.config.run.teardown_s)
     return plan
+
+
+def _tried_before(config: ExperimentConfig) -> Path | None:
+    """Where an earlier try of this Prefect flow run lies."""
+    tried = find_flow_run(config.run.root_dir, str(flow_run.id)) if flow_run.id else None
+    if tried is not None:
+        announce(f"this flow run was tried before: it goes on in {tried}")
+    return tried
 
 
 @task(name="open run directory", cache_policy=NO_CACHE)

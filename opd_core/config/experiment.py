@@ -103,6 +103,22 @@ class ExperimentConfig(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _nothing_left_to_chance(self) -> Self:
+        if not self.deterministic or self.opd is None:
+            return self
+        if self.opd.score_store:
+            raise ValueError(
+                "deterministic: a score store may hold scores of other runs, which differ in their "
+                "last bits: remove opd.score_store, or write deterministic: false"
+            )
+        if hedging := [teacher.name for teacher in self.opd.teachers if teacher.hedge]:
+            raise ValueError(
+                f"deterministic: with hedge the first of two answers counts, by chance: write "
+                f"hedge: false for {', '.join(hedging)}, or deterministic: false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rewards_where_needed(self) -> Self:
         if self.task_adv_weight > 0 and self.task.group_size < 2:
             raise ValueError(

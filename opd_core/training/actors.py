@@ -26,7 +26,7 @@ class SamplingActor:
         _settle(config)
         tokenizer = models.load_tokenizer(config.student.model)
         model = models.load_model(
-            config.student.model, config.student.dtype, models.pick_device()
+            config.student.model, config.student.dtype, models.pick_device(config.student)
         ).requires_grad_(False)
         self._engine = TransformersEngine(
             model,
@@ -83,14 +83,15 @@ class TrainingActor:
         """Meet the other ranks and take this rank's part of the student; why it pads, if so."""
         config = self._config
         if ranks > 1:
-            sharding.join(address, rank, ranks, config.training.backend)
+            backend = sharding.backend_of(config.training, models.pick_device(config.student))
+            sharding.join(address, rank, ranks, backend)
         self._learner = Learner(
             self._model,
             models.load_tokenizer(config.student.model),
             config.student,
             config.training,
             config.opd,
-            device=models.pick_device(),
+            device=models.pick_device(config.student),
             seed=config.seed,
         )
         return self._learner.why_padded or ""
@@ -99,9 +100,10 @@ class TrainingActor:
         """Train on this rank's part of the batch."""
         return self._learner.update(batch)
 
-    def weights(self) -> dict[str, Tensor]:
-        """The current weights, into the object store; rank 0 has them."""
-        return self._learner.weights()
+    def weights(self) -> tuple[dict[str, Tensor], None]:
+        """The current weights, into the object store, of which rank 0 has them; and a word, for
+        those who only wait for it."""
+        return self._learner.weights(), None
 
     def save(self, path: str) -> None:
         """Write the student in Hugging Face format."""
@@ -123,4 +125,5 @@ class TrainingActor:
 def _settle(config: ExperimentConfig) -> None:
     """What holds for torch in every actor."""
     torch.set_num_threads(config.student.cpu_threads)
-    torch.use_deterministic_algorithms(config.deterministic)
+    # Only a warning where a GPU has no such kernel (the sampler's sum over the vocabulary).
+    torch.use_deterministic_algorithms(config.deterministic, warn_only=True)

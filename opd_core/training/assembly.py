@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from opd_core.agent_loop.replay_buffer import ReplayBuffer
 from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.data import load_prompts
 from opd_core.errors import TrainingError
-from opd_core.rollout import Group, Status
+from opd_core.rollout import Group, Prompt, Status
 from opd_core.sampling.protocol import Sampler
 from opd_core.scoring.facts import read_facts
 from opd_core.scoring.routing import TeacherRouter
@@ -106,6 +107,7 @@ async def build_loop(
         learner=learner,
         sampler=sampler,
         sources=tuple(sorted({prompt.data_source for prompt in data.prompts})),
+        prompts=_hash_of(data.prompts),
         run_dir=run_dir,
         log=exits.enter_context(StepLog(run_dir / JOURNAL_FILE)),
         records=StepRecords(run_dir / BATCHES_FOLDER),
@@ -116,6 +118,13 @@ async def build_loop(
         ),
         evaluate=_evaluator(config, tokenizer, judge, batch_judge, sampler=sampler, decode=decode),
     ), counts
+
+
+def _hash_of(prompts: Sequence[Prompt]) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for prompt in prompts:
+        found.update(repr((prompt.row, prompt.data_source, prompt.token_ids)).encode())
+    return found.hexdigest()
 
 
 def _tell_lost(group: Group) -> None:

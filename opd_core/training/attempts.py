@@ -214,6 +214,17 @@ def check_external_teachers(run_dir: Path, now: Mapping[str, TeacherFacts]) -> N
                     ) from None
 
 
+def end_leftovers(run_dir: Path, teardown_s: float) -> None:
+    """End what a killed attempt left running, before anything is checked against it.
+
+    Raises as :func:`continue_run`.
+    """
+    with _claimed(run_dir):
+        history = read_history(run_dir)
+        check_not_running(run_dir, history)
+        _end_what_is_left(run_dir, history.run_id, teardown_s)
+
+
 def end_attempt(run_dir: Path, status: str) -> None:
     """Write down how the latest attempt ended. Raises :class:`ConfigError` or OSError."""
     history = read_history(run_dir)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from opd_core.errors import TrainingError
-from opd_core.whole_file import PARTIAL, write_whole
+from opd_core.whole_file import PARTIAL, rename_whole, tree_to_disk, write_whole
 
 FACTS = "loop.json"
 
@@ -76,10 +76,9 @@ class CheckpointFolder:
         """
         told = {**facts, "train_step": checkpoint.train_step}
         write_whole(checkpoint.path / FACTS, json.dumps(told, indent=1))
-        _sync_tree(checkpoint.path)
+        tree_to_disk(checkpoint.path)
         whole = Checkpoint(checkpoint.train_step, self._path(checkpoint.train_step))
-        os.rename(checkpoint.path, whole.path)
-        _sync(self._folder)
+        rename_whole(checkpoint.path, whole.path)
         self._prune()
         return whole
 
@@ -139,19 +138,3 @@ class CheckpointFolder:
 
 def _unreadable(path: Path, why: str) -> str:
     return f"{path} cannot be read ({why}): move {path.parent} away to resume from an older one"
-
-
-def _sync_tree(folder: Path) -> None:
-    """Wait until every file and folder in ``folder``, and it itself, are on the disk."""
-    for inner, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            _sync(Path(inner, name))
-        _sync(Path(inner))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

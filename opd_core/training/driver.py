@@ -8,13 +8,15 @@ imports this module again.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import json
 import logging
 import os
 import sys
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,28 +27,59 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run the job; the exit status is 0 only if training completed."""
-    from opd_core.errors import OPDError
+    """Run the job; the exit status is 0 only if training completed.
+
+    Whatever it ends with is told in ``result.json``; only a job that was killed leaves none.
+    """
     from opd_core.recipe import parse_config
     from opd_core.training.files import CONFIG_FILE
-    from opd_core.training.results import RunResult
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     run_dir = Path(sys.argv[1])
     try:
         source = run_dir / CONFIG_FILE
         config = parse_config(json.loads(source.read_text(encoding="utf-8")), source=str(source))
-        result = asyncio.run(run_training(config, run_dir))
-    except OPDError as error:
-        result = RunResult("failed", type(error).__name__, str(error))
+        with _alone_in(run_dir):
+            result = asyncio.run(run_training(config, run_dir))
+    except Exception as error:
+        logging.exception("the job failed")
+        result = _failed(error)
     result.write(run_dir)
     print(f"{result.status} {result.error_type} {result.error}".strip(), flush=True)
     return 0 if result.status == "completed" else 1
 
 
+def _failed(error: Exception) -> RunResult:
+    from opd_core.errors import ActorLost
+    from opd_core.training.results import RunResult
+
+    return RunResult(
+        "failed", type(error).__name__, str(error), restartable=isinstance(error, ActorLost)
+    )
+
+
+@contextmanager
+def _alone_in(run_dir: Path) -> Iterator[None]:
+    """Hold the run directory's lock, which the kernel takes back from whoever dies.
+
+    Raises :class:`~opd_core.errors.TrainingError` if another job trains there.
+    """
+    from opd_core.errors import TrainingError
+
+    with (run_dir / "job.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainingError(
+                f"{run_dir}: another job is training in this run directory, perhaps on another Ray "
+                "cluster: stop it first (ray job list, ray job stop)"
+            ) from None
+        yield
+
+
 async def run_training(config: ExperimentConfig, run_dir: Path) -> RunResult:
     """Connect to Ray, start the actors, train from wherever the run directory is."""
-    from opd_core.errors import ActorLost, OPDError
+    from opd_core.errors import OPDError
     from opd_core.training import placement
     from opd_core.training.assembly import build_loop
     from opd_core.training.results import RunResult
@@ -64,13 +97,7 @@ async def run_training(config: ExperimentConfig, run_dir: Path) -> RunResult:
         try:
             outcome = await loop.run()
         except OPDError as error:
-            result = replace(
-                result,
-                status="failed",
-                error_type=type(error).__name__,
-                error=str(error),
-                restartable=isinstance(error, ActorLost),
-            )
+            result = replace(_failed(error), prompts=prompts, seconds=seconds)
         else:
             result = replace(result, student_path=outcome.student_path, stopped=outcome.stopped)
     return replace(result, survivors=loop.collector.survivors.table())

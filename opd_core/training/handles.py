@@ -21,6 +21,8 @@ from opd_core.training.batch import TrainBatch
 
 logger = logging.getLogger(__name__)
 
+DEATH_TOLD_WITHIN_S = 10.0
+
 
 class RaySampler:
     """Sampling actors behind the :class:`~opd_core.sampling.protocol.Sampler` protocol."""
@@ -95,9 +97,10 @@ class RayLearner:
         return metrics
 
     async def weights(self) -> Any:
-        """A reference to rank 0's weights in the object store."""
-        references = [actor.weights.remote() for actor in self._actors]  # they gather it together
-        return references[0]
+        """A reference to rank 0's weights in the object store, once all ranks have given theirs."""
+        pairs = [actor.weights.options(num_returns=2).remote() for actor in self._actors]
+        await all_of([given for _, given in pairs], "gathering the weights")
+        return pairs[0][0]
 
     async def save(self, path: Path) -> Path:
         """Let the ranks bring the student together and rank 0 write it."""
@@ -123,12 +126,24 @@ class RayLearner:
 async def all_of(references: Sequence[Any], doing: str) -> list[Any]:
     """What all calls return. Raises :class:`ActorLost`, this project's own error where an actor
     raised one, :class:`TrainingError` for anything else; all say what was being done."""
+    calls = [asyncio.ensure_future(reference) for reference in references]
     try:
-        return list(await asyncio.gather(*references))
-    except RayActorError as error:
-        raise ActorLost(f"{doing}: a training actor died: {_plain(error)}") from None
+        return list(await asyncio.gather(*calls))
     except RayError as error:
+        if (dead := await _death(calls)) is not None:
+            raise ActorLost(f"{doing}: an actor died: {_plain(dead)}") from None
         raise _own_error(error) or TrainingError(f"{doing}: {_plain(error)}") from None
+
+
+async def _death(calls: Sequence[asyncio.Future[Any]]) -> RayActorError | None:
+    """The death of an actor among failed calls. It is waited for: the other ranks miss a dead one
+    at once, and Ray takes a while to tell. Not where an actor said what is wrong."""
+    await asyncio.wait(calls, timeout=0)
+    failed = [call.exception() for call in calls if call.done()]
+    if not any(isinstance(error, RayError) and _own_error(error) for error in failed):
+        await asyncio.wait(calls, timeout=DEATH_TOLD_WITHIN_S)
+    failed = [call.exception() for call in calls if call.done()]
+    return next((error for error in failed if isinstance(error, RayActorError)), None)
 
 
 def _sampling_error(error: RayError) -> OPDError:

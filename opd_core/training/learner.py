@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from opd_core.config import OPDConfig, StudentConfig, TrainingConfig
 from opd_core.errors import TrainingError
@@ -100,22 +101,20 @@ class Learner:
     def weights(self) -> dict[str, Tensor]:
         """The current weights of the plain model on rank 0's host, in the dtype that the samplers
         hold; empty on other ranks."""
-        dtype: torch.dtype = getattr(torch, self._student.dtype)
-        if self._student.lora is None:
-            return self._host_state(dtype)
-        # Adapters are added to fp32 weights: the sum is what gets rounded, once.
-        plain = self._merged(self._host_state(torch.float32))
-        return {n: v.to(dtype) if v.is_floating_point() else v for n, v in plain.items()}
+        return self._plain_state(getattr(torch, self._student.dtype))
 
     def save(self, path: Path) -> Path:
         """Write the student in Hugging Face format, in fp32; of a LoRA student the merged weights,
         and the adapters under ``adapter/``."""
-        state = self._host_state(torch.float32)
+        state = self._plain_state(torch.float32)
         if self._rank == 0:
-            save_model(self.model, self.tokenizer, path, self._merged(state))
-            if self._student.lora is not None:
+            save_model(self.model, self.tokenizer, path, state)
+        if self._student.lora is not None:
+            parts = (part for part in whole_state(self.model) if "lora_" in part[0])
+            adapted = self._on_host(parts, torch.float32)
+            if self._rank == 0:
                 base = self._student.model
-                lora.save_adapter(state, self._student.lora, base, path / "adapter")
+                lora.save_adapter(adapted, self._student.lora, base, path / "adapter")
         return path
 
     def start_checkpoint(self, folder: Path) -> None:
@@ -146,21 +145,31 @@ class Learner:
         """The student as it was at the start; a LoRA student without its adapters is just that."""
         if self._training.reference_kl_weight == 0 or self._student.lora is not None:
             return None
-        return self._placed(copy.deepcopy(self.model).requires_grad_(False))
+        reference = self._placed(copy.deepcopy(self.model).requires_grad_(False))
+        if isinstance(reference, FSDPModule):
+            # FSDP keeps a root whole until its backward, which never comes.
+            reference.set_reshard_after_forward(True, recurse=False)
+        return reference
 
-    def _host_state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A copy of all weights on rank 0's host, floating ones in ``dtype``; else empty."""
-        state: dict[str, Tensor] = {}
-        for name, value in whole_state(self.model):
+    def _plain_state(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The weights of the plain model on rank 0's host, floating ones in ``dtype``; else
+        empty."""
+        config, state = self._student.lora, whole_state(self.model)
+        if config is not None:  # added up in fp32 and rounded once
+            state = lora.plain_weights(state, config.alpha / config.rank)
+        return self._on_host(state, dtype)
+
+    def _on_host(
+        self, state: Iterator[tuple[str, Tensor]], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Copies on rank 0's host, made one by one."""
+        copies = {}
+        for name, value in state:  # all ranks gather, one keeps
             if self._rank == 0:
-                kept = dtype if value.is_floating_point() else value.dtype
-                state[name] = value.to("cpu", kept, copy=True)
-        return state
-
-    def _merged(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of the plain model."""
-        config = self._student.lora
-        return state if config is None else lora.merged(state, config.alpha / config.rank)
+                # Rounded where it is, so that the shorter form travels.
+                kept = value.to(dtype) if value.is_floating_point() else value
+                copies[name] = kept.to("cpu", copy=kept is value)
+        return copies
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
         stats = StepStatistics(self.device)

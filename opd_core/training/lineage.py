@@ -178,12 +178,16 @@ def check_resume(
         )
     steps = now.training.steps
     further = steps > before.training.steps or now.training.stop_when != before.training.stop_when
+    trained, stop = _trained_steps(run_dir), before.training.stop_when
     if history.attempts[-1].status == COMPLETED and not further:
+        on = f"raise them: --set training.steps={2 * before.training.steps}"
+        if stop is not None and trained < before.training.steps:
+            on = f"it stopped at its target ({stop.metric}): --set training.stop_when=null"
         raise ConfigError(
-            f"run {history.run_id} has completed its {before.training.steps} train steps; "
-            f"to train on, raise them: --set training.steps={2 * before.training.steps}"
+            f"run {history.run_id} has completed after {trained} of {before.training.steps} train "
+            f"steps; to train on, {on}"
         )
-    if (trained := _trained_steps(run_dir)) > steps:
+    if trained > steps:
         raise ConfigError(
             f"training.steps: {steps} is below the {trained} train steps that run "
             f"{history.run_id} has trained: name {trained} or more"

@@ -7,6 +7,7 @@ which are trained again without sampling or scoring, then new ones.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -61,8 +62,8 @@ class TrainOutcome:
 
 @dataclass(slots=True)
 class TrainLoop:
-    """The loop's organs. ``evaluate`` is None without held-out data. Train steps are counted from
-    1, 0 is before the first."""
+    """The loop's organs. ``evaluate`` is None without held-out data; ``prompts`` is a hash of the
+    data. Train steps are counted from 1, 0 is before the first."""
 
     config: ExperimentConfig
     collector: Collector
@@ -70,6 +71,7 @@ class TrainLoop:
     learner: LearnerHandle
     sampler: SamplerHandle
     sources: tuple[str, ...]
+    prompts: str
     run_dir: Path
     log: StepLog
     records: StepRecords
@@ -84,8 +86,8 @@ class TrainLoop:
         Raises :class:`TrainingError` and its kinds.
         """
         train_step = await self._take_up()
-        if train_step == 0:
-            await self._evaluate(0)
+        if train_step == 0 or self._evaluation_due(train_step):
+            await self._evaluate(train_step)
         stopped = self._reached(train_step)
         while train_step < self.config.training.steps and not stopped:
             train_step += 1
@@ -123,9 +125,17 @@ class TrainLoop:
     async def _train_step(self, train_step: int) -> None:
         started = time.perf_counter()
         sampled_before = self.agent_loop.sampling_s
-        record = await self._batch_of(train_step)
+        try:
+            record = await self._batch_of(train_step)
+        finally:  # the write has had the whole collection's time
+            await self._finish_checkpoint()
         collected = time.perf_counter()
-        metrics = await self._update(record)
+        # Written beside the update: of that nothing is on disk before the batch is.
+        recording = asyncio.create_task(self._record(record))
+        try:
+            metrics = await self._update(record)
+        finally:
+            await recording
         if not metrics["optimizer_steps"]:
             logger.warning("train step %d: no valid token, so no optimizer step", train_step)
         updated = time.perf_counter()
@@ -152,23 +162,31 @@ class TrainLoop:
             "rollout/tokens_per_s": metrics["response_tokens"] / total,
         }
         self.log.record(train_step, told, TRAINED)
-        await self._finish_checkpoint()
 
     async def _batch_of(self, train_step: int) -> StepRecord:
-        """The step's batch: the recorded one, else a new one, which is recorded."""
+        """The step's batch: the recorded one, else a new one."""
         record = self.records.read(train_step)
         if record is not None:
             with refused_as(str(self.records.path_of(train_step))):
                 self.collector.restore(record.state)
             return record
+        if self.log.has(train_step, TRAINED):
+            raise TrainingError(
+                f"train step {train_step} was trained before, and its batch is neither in "
+                f"{self.records.path_of(train_step).parent} nor in a checkpoint: what it came to "
+                "is lost; put the files back that were moved away, or begin a new run"
+            )
         try:
             groups, survivors = await self.collector.collect(train_step)
         except SurvivorError as error:
-            self.log.record(train_step, {name: float(n) for name, n in error.counts.items()})
+            counts = {name: float(n) for name, n in error.counts.items()}
+            self.log.record(train_step, counts, next(iter(counts), ""))
             raise
-        record = StepRecord(train_step, tuple(groups), survivors, self.collector.state())
-        self.records.write(record)
-        return record
+        return StepRecord(train_step, tuple(groups), survivors, self.collector.state())
+
+    async def _record(self, record: StepRecord) -> None:
+        if not self.records.path_of(record.train_step).exists():
+            await asyncio.to_thread(self.records.write, record)
 
     async def _update(self, record: StepRecord) -> Metrics:
         try:
@@ -178,7 +196,9 @@ class TrainLoop:
         except TrainingError as error:
             where = self.records.path_of(record.train_step)
             raise TrainingError(
-                f"train step {record.train_step}: {error}. Its batch is kept in {where}"
+                f"train step {record.train_step}: {error}. Its batch is kept in {where}; a resume "
+                "would train on it again with the same settings, opd run --fork begins from the "
+                "newest checkpoint with others"
             ) from None
 
     def _batch(self, groups: Sequence[Group]) -> TrainBatch:
@@ -194,9 +214,7 @@ class TrainLoop:
 
     def _data(self) -> dict[str, Any]:
         """What the place in the data is a place in."""
-        data = self.config.data
-        tokens = data.max_prompt_tokens
-        return {"seed": self.config.seed, "train": data.train, "max_prompt_tokens": tokens}
+        return {"seed": self.config.seed, "prompts": self.prompts}
 
     async def _sync(self, train_step: int) -> None:
         await self.sampler.load_weights(await self.learner.weights(), train_step)
@@ -228,13 +246,13 @@ class TrainLoop:
             await self.learner.save(checkpoint.student)
 
     async def _finish_checkpoint(self) -> None:
-        """Commit the checkpoint that was begun, now that a train step has gone by; the recorded
-        batches that no kept checkpoint needs any more are removed."""
+        """Commit the checkpoint that was begun, once it is written; the recorded batches that no
+        kept checkpoint needs any more are removed."""
         if self.writing is None:
             return
         await self.learner.finish_checkpoint()
-        self.checkpoints.commit(*self.writing)
-        self.writing = None
+        writing, self.writing = self.writing, None
+        await asyncio.to_thread(self.checkpoints.commit, *writing)
         if (oldest := self.checkpoints.oldest_kept()) is not None:
             self.records.prune(oldest)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from opd_core.config.student import LoRAConfig
 from opd_core.errors import ConfigError
-from opd_core.training.models import whole_folder
+from opd_core.whole_file import whole_folder
 
 ALL_LINEAR = "all-linear"
 BASE, A, B = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +10,16 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from opd_core.config import StudentConfig
 from opd_core.errors import PreflightError
-from opd_core.whole_file import PARTIAL
+from opd_core.whole_file import whole_folder
 
 
-def pick_device() -> torch.device:
-    """The first GPU that this process sees, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def pick_device(student: StudentConfig) -> torch.device:
+    """The GPU that Ray gave this process; the CPU where the recipe names no GPU."""
+    if student.gpus and torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    return torch.device("cpu")
 
 
 def load_model(path: str, dtype: str, device: torch.device) -> Any:
@@ -66,16 +66,6 @@ def pad_id(tokenizer: Any) -> int:
     return int(found if found is not None else 0)
 
 
-def cpu_weights(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A copy of all weights on the host, for other processes; floating ones in ``dtype``."""
-    return {
-        name: tensor.detach().to(
-            "cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True
-        )
-        for name, tensor in model.state_dict().items()
-    }
-
-
 def save_model(
     model: Any, tokenizer: Any, path: Path, state_dict: Mapping[str, Tensor] | None = None
 ) -> Path:
@@ -90,27 +80,3 @@ def save_model(
         model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
     return path
-
-
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """An empty folder to fill; it takes the place of ``path`` once all of it is on the disk, so
-    that even after a power cut ``path`` is never half there."""
-    partial = path.with_name(path.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    for written in (*partial.rglob("*"), partial):
-        _to_disk(written)
-    if path.exists():
-        shutil.rmtree(path)
-    os.replace(partial, path)
-    _to_disk(path.parent)
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -41,10 +41,11 @@ async def start_actors(config: ExperimentConfig) -> tuple[RaySampler, RayLearner
             first = 0 if shared_gpus(shares) else ranks
             places = range(first, first + samplers)
             sampling = _start(SamplingActor, config, group, places, shares[1])
-            await all_of(
-                [actor.ready.remote() for actor in [*training, *sampling]], "loading the student"
-            )
-            learner = RayLearner(training)
+            ready = [actor.ready.remote() for actor in [*training, *sampling]]
+            nodes = (await all_of(ready, "loading the student"))[:ranks]
+            # Neighbouring ranks on one node: those that share a copy speak most.
+            by_node = sorted(zip(nodes, range(ranks), strict=True))
+            learner = RayLearner([training[number] for _, number in by_node])
             await learner.join()
     except TimeoutError:
         total, free = ray.cluster_resources(), ray.available_resources()

@@ -25,9 +25,7 @@ RANK_TIMEOUT = timedelta(minutes=30)
 
 
 def join(address: str, rank: int, ranks: int, backend: str) -> None:
-    """Meet the other ranks at ``host:port``; backend ``auto`` is NCCL on GPUs, gloo on CPUs."""
-    if backend == "auto":
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    """Meet the other ranks at ``host:port``."""
     dist.init_process_group(
         backend,
         init_method=f"tcp://{address}",
@@ -35,6 +33,13 @@ def join(address: str, rank: int, ranks: int, backend: str) -> None:
         world_size=ranks,
         timeout=RANK_TIMEOUT,
     )
+
+
+def backend_of(training: TrainingConfig, device: torch.device) -> str:
+    """What ranks speak through; ``auto`` is NCCL on GPUs, gloo on CPUs."""
+    if training.backend != "auto":
+        return training.backend
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def rank_and_ranks() -> tuple[int, int]:

@@ -80,7 +80,7 @@ class StepRecords:
             said = "the disk is full: free space" if error.errno in FULL else "see to the folder"
             raise TrainingError(
                 f"{path}: the groups of train step {record.train_step} cannot be recorded "
-                f"({error.strerror}), so they are not trained on; {said} and resume the run"
+                f"({error.strerror}), so the run stops; {said} and resume it"
             ) from None
 
     def read(self, train_step: int) -> StepRecord | None:

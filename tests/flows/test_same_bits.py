@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 TINY = Path(__file__).parents[2] / "deployments/recipes/assets/tiny"
 STEPS, PROMPTS, ROWS = 8, 12, 40
@@ -32,6 +32,7 @@ def settings(rows: Path, *more: str) -> list[str]:
         f"training.prompts_per_step={PROMPTS}",
         "training.checkpoint_every=3",
         "training.max_restarts=3",
+        "training.actors=2",
         "tracking.mlflow=false",
         "tracking.tensorboard=false",
         *more,

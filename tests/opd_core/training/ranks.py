@@ -22,6 +22,14 @@ CASES: dict[str, dict[str, Any]] = {
     "padded, one row each": {"packing": False, "micro_batch_tokens": 1},
     "checkpointed": {"gradient_checkpointing": True},
 }
+ADAPTED: dict[str, dict[str, Any]] = {
+    "adapters and a reference": {
+        "student": {"lora": {"rank": 4, "alpha": 8.0}},
+        "reference_kl_weight": 0.5,
+    },
+    "all weights and a reference": {"reference_kl_weight": 0.5},
+}
+"""These train something else: to be compared with themselves on one rank."""
 HYBRID: dict[str, dict[str, Any]] = {
     "two copies over two ranks each": {"actors": 4, "shard_ranks": 2}
 }
@@ -61,7 +69,7 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     batches = torch.load(folder / "batches.pt", weights_only=False)
-    cases = CASES | (HYBRID if ranks == 4 else {})
+    cases = CASES | (HYBRID if ranks == 4 else ADAPTED)
     told = {name: run(student, batches, settings) for name, settings in cases.items()}
     torch.save(told, folder / f"told-{ranks}-{rank}.pt")
     dist.destroy_process_group()

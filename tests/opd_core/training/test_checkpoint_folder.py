@@ -127,17 +127,20 @@ def test_everything_is_on_the_disk_before_the_name_appears(tmp_path: Path) -> No
     calls: list[str] = []
 
     def note(frame: FrameType, event: str, called: Any) -> None:
-        if event != "c_call" or called not in (os.fsync, os.rename):
+        if event != "c_call" or called not in (os.fsync, os.replace):
             return
-        synced = f"/proc/self/fd/{frame.f_locals.get('handle')}"
-        calls.append("rename" if called is os.rename else Path(os.readlink(synced)).name)
+        if called is os.replace:
+            calls.append("rename")
+        elif "descriptor" in frame.f_locals:
+            synced = f"/proc/self/fd/{frame.f_locals['descriptor']}"
+            calls.append(Path(os.readlink(synced)).name)
 
     sys.setprofile(note)
     try:
         checkpoints.commit(begun, {})
     finally:
         sys.setprofile(None)
-    named = calls.index("rename")
+    named = len(calls) - 1 - calls[::-1].index("rename")
     written = {"shard", "more", "loop.json", "state", "step-000020.partial"}
     assert written <= set(calls[:named])
     assert calls[named + 1 :] == ["checkpoints"]

@@ -166,3 +166,81 @@ def test_the_student_is_saved_in_full_precision(student_dir: Path, tmp_path: Pat
     path = learner_of(student_dir, opd_config(), "bfloat16").save(tmp_path / "student")
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_memory_that_runs_out_is_told_with_what_to_lower(
+    student_dir: Path, teacher_dir: Path
+) -> None:
+    learner = learner_of(student_dir, opd_config(), micro_batch_tokens=4321)
+    learner.model.base_model.register_forward_pre_hook(lambda *_: torch.empty(2**58))
+    with pytest.raises(TrainingError, match=r"out of memory on cpu.*micro_batch_tokens \(now 4321"):
+        learner.update(scored_batch(student_dir, teacher_dir))
+
+
+LORA = {"lora": {"rank": 4, "alpha": 8.0}}
+
+
+def test_a_lora_student_trains_adapters_and_hands_out_a_plain_model(
+    student_dir: Path, teacher_dir: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    plain = learner_of(student_dir, opd_config()).weights()
+    learner = learner_of(student_dir, opd_config(), student=LORA, learning_rate=1e-2)
+    before = learner.weights()
+    assert set(before) == set(plain)
+    assert all(torch.allclose(before[name], plain[name]) for name in plain)
+    batch = scored_batch(student_dir, teacher_dir)
+    gaps = [learner.update(batch)["opd_abs_logprob_diff"] for _ in range(8)]
+    assert gaps[-1] < gaps[0]
+    after = learner.weights()
+    moved = {name for name in plain if not torch.equal(after[name], plain[name])}
+    assert moved
+    assert all("_proj" in name for name in moved), "embeddings, norms and the head are frozen"
+    merged = AutoModelForCausalLM.from_pretrained(learner.save(tmp_path / "student"))
+    base = AutoModelForCausalLM.from_pretrained(student_dir)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "student" / "adapter")
+    ids = torch.tensor([[3, 4, 5, 6]])
+    assert torch.allclose(merged(ids).logits, adapted(ids).logits, atol=1e-5)
+
+
+def test_a_lora_students_checkpoint_holds_its_adapters_only_and_goes_on(
+    student_dir: Path, teacher_dir: Path, tmp_path: Path
+) -> None:
+    batch = scored_batch(student_dir, teacher_dir)
+    first = learner_of(student_dir, opd_config(), student=LORA)
+    first.update(batch)
+    first.start_checkpoint(tmp_path / "state")
+    first.finish_checkpoint()
+    again = learner_of(student_dir, opd_config(), student=LORA)
+    again.restore(tmp_path / "state")
+    assert first.update(batch) == again.update(batch)
+    expected, found = first.weights(), again.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("student", [{}, LORA])
+def test_a_reference_pulls_as_a_teacher_with_the_same_weights_would(
+    student_dir: Path, teacher_dir: Path, student: dict[str, Any]
+) -> None:
+    """After a first step towards another teacher, with the first student as teacher: then the
+    reference's term is the teacher's once more."""
+    away = scored_batch(student_dir, teacher_dir)
+    back = scored_batch(student_dir, student_dir)
+    without, with_reference = (
+        learner_of(
+            student_dir,
+            opd_config(),
+            student=student,
+            learning_rate=1e-2,
+            reference_kl_weight=weight,
+        )
+        for weight in (0.0, 1.0)
+    )
+    first = with_reference.update(away)
+    assert first["reference_kl"] == pytest.approx(0.0, abs=1e-6), "it begins as itself"
+    assert first["grad_norm"] == pytest.approx(without.update(away)["grad_norm"], rel=1e-5)
+    single, double = without.update(back), with_reference.update(back)
+    assert double["reference_kl"] == pytest.approx(double["opd_reverse_kl"], abs=1e-6)
+    assert double["grad_norm"] == pytest.approx(2 * single["grad_norm"], rel=1e-4)
+    assert abs(double["reference_kl"]) > 1e-3

@@ -129,12 +129,20 @@ def test_more_steps_would_change_a_learning_rate_that_falls_over_all_of_them(
 
 def test_a_completed_run_goes_on_only_to_further_steps_or_another_target(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, attempt=Attempt(1.0, status="completed"))
-    with pytest.raises(ConfigError, match="has completed its 10 train steps"):
+    with pytest.raises(ConfigError, match="has completed after 4 of 10 train steps"):
         resume(run_dir)
-    with pytest.raises(ConfigError, match="has completed its 10 train steps"):
+    with pytest.raises(ConfigError, match="has completed after 4 of 10 train steps"):
         resume(run_dir, "training.steps=9")
     assert resume(run_dir, "training.steps=11").training.steps == 11
     resume(run_dir, "training.stop_when={metric: opd_reverse_kl, at_most: 0.1}")
+
+
+def test_a_run_that_stopped_at_its_target_is_told_how_to_train_on(tmp_path: Path) -> None:
+    target = "training.stop_when={at_least: 0.8}"
+    run_dir = make_run(tmp_path, target, attempt=Attempt(1.0, status="completed"))
+    with pytest.raises(ConfigError, match=r"its target \(eval/accuracy\).*stop_when=null"):
+        resume(run_dir)
+    resume(run_dir, "training.stop_when=null")
 
 
 def test_steps_that_were_trained_cannot_be_taken_back(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from opd_core.training.models import load_model, load_tokenizer, save_model, whole_folder
+from opd_core.training.models import load_model, load_tokenizer, save_model
+from opd_core.whole_file import whole_folder
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(2, 18, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -59,6 +59,7 @@ def wait_for_the_receipt(run: Any) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_and_then_killed_goes_on_as_the_same_run(opd: StartRun) -> None:
     first = opd(*QUICK, "training.steps=500")
     first.wait_for(lambda: first.trained_steps() >= 3, "three train steps")
@@ -114,6 +115,7 @@ def test_a_killed_driver_is_started_again_and_the_teacher_stays(opd: StartRun) -
     assert not run.processes()
 
 
+@pytest.mark.long
 def test_a_flow_run_that_prefect_tries_again_goes_on_in_its_run_directory(opd: StartRun) -> None:
     run = opd(*QUICK, f"training.steps={MANY}", "training.max_restarts=0", script=RETRIED)
     run.wait_for(lambda: run.trained_steps() >= 3, "three train steps")
