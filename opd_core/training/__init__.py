@@ -1,12 +1,36 @@
 """Training the student on Ray.
 
-``batch``    groups → the numbers one train step needs, cut for ranks and micro-batches
-``learner``  one rank's model and optimizer: batch in, metrics out
-``loop``     the train loop: collect → update → sync weights → evaluate → save; knows no Ray
-``models``   loading and saving Hugging Face models and tokenizers
-``actors``   the loop's organs as Ray actors
-``driver``   the Ray job: builds everything from a run directory and runs the loop
-``files``    the files through which flow and job speak
-``head``     the command of a private Ray head
-``jobs``     the only module that talks to Ray's Jobs API
+One update:
+``batch``       groups → the numbers one train step needs
+``packing``     a step's samples → micro-batches of like work for each rank, packed or padded
+``attention``   attention that never crosses the boundary of a packed sequence
+``policy``      the student as a module that gives logprobs; what FSDP shards
+``sharding``    how ranks meet and share one copy of the student
+``lora``        adapters in, plain weights out
+``schedule``    the learning rate of every optimizer step
+``learner``     one rank's part of the student and its optimizer: batch in, metrics out
+``step_statistics`` the metrics of one train step over all ranks
+
+The loop and what it leaves on disk:
+``loop``        collect → record → update → sync weights → evaluate → save; knows no Ray
+``step_records`` the batches that a resumed run trains on again
+``checkpoint``  one rank's part of a checkpoint; ``checkpoint_folder``: which of them are whole
+``step_log``    the journal's writing end, which writes nothing twice
+``stopping``    when a target ends training early
+``models``      loading and saving Hugging Face models and tokenizers
+``assembly``    puts the loop together; ``local``: its organs in one process
+
+On Ray:
+``actors``      sampling and training actors; ``handles``: these behind the loop's protocols
+``placement``   where the actors live
+``leases``      one limit for several agent loops
+``driver``      the Ray job: builds everything from a run directory and runs the loop
+``head``        the command of a private Ray head; ``jobs``: the only module that talks to the
+Jobs API
+
+The run directory:
+``files``       its files, through which flow and job speak
+``attempts``    the starts of one run; ``forks``: a new run from another's checkpoint
+``lineage``     what a resume may change
+``results``     what a run came to
 """

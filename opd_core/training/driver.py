@@ -65,8 +65,9 @@ def _alone_in(run_dir: Path) -> Iterator[None]:
     Raises :class:`~opd_core.errors.TrainingError` if another job trains there.
     """
     from opd_core.errors import TrainingError
+    from opd_core.training.files import LOCK_FILE
 
-    with (run_dir / "job.lock").open("w") as lock:
+    with (run_dir / LOCK_FILE).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,4 +1,5 @@
-"""What each train step trains on, recorded before it trains: a resumed run repeats it from here.
+"""What each train step trains on, recorded before anything of its training is on the disk: a
+resumed run repeats it from here.
 
 Records are JSON in which numbers are exact. 64 rollouts of 16k tokens are 49 MB and take about two
 seconds.
@@ -9,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,8 @@ class StepRecords:
         except OSError as error:
             raise TrainingError(f"{path}: cannot be read ({error.strerror})") from None
         with refused_as(
-            f"{path} is not the record of train step {train_step} (remove it and those after it to "
-            "have their steps sampled anew)"
+            f"{path} is not the record of train step {train_step} (put it back as it was, or begin "
+            "a new run from the newest checkpoint: opd run --fork)"
         ):
             content: Content = from_plain(Content, from_json(data))
             if content.train_step != train_step:
@@ -115,21 +115,8 @@ class StepRecords:
         """Remove the records of train steps up to ``through``; one that cannot be removed only
         costs its space, and a warning says so."""
         try:
-            self._remove(step for step in self.steps() if step <= through)
+            for step in self.steps():
+                if step <= through:
+                    self.path_of(step).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("an old step record cannot be removed: %s", error)
-
-    def clear_after(self, train_step: int) -> None:
-        """Remove the records of later train steps, the last first, so that no end of the process
-        leaves a gap. Raises :class:`TrainingError` for one that cannot be removed."""
-        try:
-            self._remove(step for step in reversed(self.steps()) if step > train_step)
-        except OSError as error:
-            raise TrainingError(
-                f"a step record after train step {train_step} is not to be used any more and "
-                f"cannot be removed: {error}"
-            ) from None
-
-    def _remove(self, steps: Iterable[int]) -> None:
-        for step in steps:
-            self.path_of(step).unlink(missing_ok=True)

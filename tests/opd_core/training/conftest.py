@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from opd_core.lifecycle.ports import reserve_ports
 from opd_core.serving.readiness import wait_until_healthy
+from tests.opd_core.training.engine import tiny_config
 
 FILTERS = """
 def none_pass(group):
@@ -32,20 +33,7 @@ SYMBOLS = ["<pad>", "<eos>", *"0123456789+-=;ab"]
 def build_model(folder: Path, seed: int, *, tied: bool = True) -> Path:
     """A random Qwen3 of 2 layers over 18 symbols (vocabulary padded to 20)."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=48,
-        vocab_size=20,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        tie_word_embeddings=tied,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    config = tiny_config(tie_word_embeddings=tied)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     core = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")

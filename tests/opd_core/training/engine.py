@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from opd_core.config import OPDConfig, OPDTeacherConfig, StudentConfig, TrainingConfig
 from opd_core.training.batch import MiniBatch, TrainBatch, TrainSample
@@ -14,6 +14,24 @@ from opd_core.training.learner import Learner
 from opd_core.training.models import load_model, load_tokenizer
 
 CPU = torch.device("cpu")
+
+
+def tiny_config(**changes: Any) -> Qwen3Config:
+    """A Qwen3 of 2 layers over 18 symbols (vocabulary padded to 20)."""
+    settings: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "vocab_size": 20,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return Qwen3Config(**(settings | changes))
 
 
 def opd_config(**changes: Any) -> OPDConfig:

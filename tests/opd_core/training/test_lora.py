@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
 
 from opd_core.config import LoRAConfig
 from opd_core.errors import ConfigError
@@ -22,6 +22,7 @@ from opd_core.training.lora import (
     save_adapter,
     without_lora,
 )
+from tests.opd_core.training.engine import tiny_config
 
 LORA = LoRAConfig(rank=4, alpha=12.0)
 SCALING = 3.0
@@ -31,20 +32,7 @@ TOKENS = torch.tensor([[2, 5, 7, 11, 3, 9]])
 def plain(*, tied: bool = True, dtype: torch.dtype = torch.float32) -> Any:
     """A random Qwen3 of 2 layers with biases in its attention, the same at every call."""
     torch.manual_seed(1)
-    config = Qwen3Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=48,
-        vocab_size=20,
-        initializer_range=0.3,
-        attention_bias=True,
-        tie_word_embeddings=tied,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    config = tiny_config(attention_bias=True, tie_word_embeddings=tied)
     return Qwen3ForCausalLM(config).to(dtype)
 
 
