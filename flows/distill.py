@@ -1,8 +1,8 @@
 """One on-policy-distillation experiment, from its checks to its report.
 
-The order is the contract's: checks, then the teacher server (the Ray head may start meanwhile),
-then proof that the teacher scores, and only then the student. However the run ends, everything
-that it started is ended, and nothing else.
+The order is the contract's: checks, then the servers (the Ray head may start meanwhile), then
+proof that the teachers score and that the student's servers are up, and only then the student.
+However the run ends, everything that it started is ended, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from opd_core.training.lineage import RunPlan
 from tasks.cluster import start_cluster
 from tasks.environment import check_environment, open_run, plan_experiment
+from tasks.samplers import await_samplers, start_samplers
 from tasks.session import experiment
 from tasks.student import train_student
 from tasks.teacher import await_teachers, start_teachers
@@ -65,6 +66,8 @@ def run_experiment(plan: RunPlan) -> dict[str, Any]:
     with experiment(run, checked) as session:
         start_cluster(session)
         start_teachers(session)
+        start_samplers(session)
         await_teachers(session)
+        await_samplers(session)
         train_student(session)
     return session.summary

@@ -11,6 +11,7 @@ OPDError
 │   └── TeacherAway        nobody answers at the endpoint: no attempt is counted
 ├── ServingError           a server died or did not become ready
 ├── SamplingError          a sampling engine could not give rollouts
+│   └── SamplersLost       no server is left that samples: the job can be started again
 └── TrainingError          the run cannot go on
     ├── SurvivorError      too few groups survive: carries the survivor table
     └── ActorLost          an actor's process died: the job can be started again
@@ -83,6 +84,10 @@ class ServingError(OPDError):
 
 class SamplingError(OPDError):
     """A sampling engine could not give rollouts."""
+
+
+class SamplersLost(SamplingError):
+    """All servers that sample are lost; the job can go on when they have been started again."""
 
 
 class TrainingError(OPDError):

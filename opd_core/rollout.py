@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from opd_core.config import TruncatedPolicy
+
 
 class Status(StrEnum):
     """What has become of a rollout or a group."""
@@ -42,7 +44,11 @@ class Prompt:
 class RolloutState:
     """One sampled completion of a prompt and all that is known of it.
 
-    ``finish_reason`` is ``stop`` (the end token, which belongs to the response) or ``length``.
+    ``finish_reason`` is ``stop`` (the end token, which belongs to the response) or ``length``;
+    empty where an interrupted rollout expired. ``response_mask`` is True on tokens that the
+    student sampled and False on those of a tool, whose rollout_logprobs are 0; empty where the
+    student sampled all. ``policy_versions`` are the train steps that the weights had seen which
+    sampled each token (of a tool's token: the turn's before it).
     ``cause`` is a short word for counting, ``error_msg`` the sentence for people.
     """
 
@@ -54,7 +60,8 @@ class RolloutState:
     rollout_logprobs: tuple[float, ...] = ()
     text: str = ""
     finish_reason: str = ""
-    policy_version: int = 0
+    response_mask: tuple[bool, ...] = ()
+    policy_versions: tuple[int, ...] = ()
     teacher_logprobs: tuple[float, ...] | None = None
     teacher_latency_s: float = 0.0
     teacher_queue_s: float = 0.0
@@ -65,9 +72,23 @@ class RolloutState:
     error_msg: str = ""
 
     @property
+    def oldest_version(self) -> int:
+        """The oldest policy version among its tokens; 0 without tokens."""
+        return min(self.policy_versions, default=0)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the student sampled."""
+        return sum(self.response_mask) if self.response_mask else len(self.response_ids)
+
+    @property
     def truncated(self) -> bool:
         """Whether the answer was cut at the length limit."""
         return self.finish_reason == "length"
+
+    def trains(self, policy: TruncatedPolicy) -> bool:
+        """Whether its tokens train, given what is to become of truncated answers."""
+        return policy == "train" or not self.truncated
 
     def failed(self, cause: str, error_msg: str) -> RolloutState:
         """This rollout as FAILED: final, with its reason."""

@@ -33,17 +33,21 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> N
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def whole_folder(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """An empty folder to fill; it takes the place of ``path`` once all of it is on the disk, so
-    that even after a power cut ``path`` is never half there."""
+    that even after a power cut ``path`` is never half there. Without ``durable`` nothing waits for
+    the disk, and only a power cut can leave half of it."""
     partial = path.with_name(path.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
-    tree_to_disk(partial)
+    if durable:
+        tree_to_disk(partial)
     if path.exists():
         shutil.rmtree(path)
-    rename_whole(partial, path)
+    os.replace(partial, path)
+    if durable:
+        _to_disk(path.parent)
 
 
 def rename_whole(source: Path, target: Path) -> None:

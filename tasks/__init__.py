@@ -3,8 +3,10 @@
 ``environment`` the run directory and the checks before anything starts
 ``session``     what must happen around the stages however the run ends: teardown, summary, tracking
 ``cluster``     the Ray cluster that the student runs on
-``teacher``     teacher servers: launch, readiness, starting one again
-``watch``       looks after the teachers while the student trains
+``servers``     any server that the run starts: launching one, starting it again
+``teacher``     the teachers: launch, readiness that is proven by scoring
+``samplers``    the student's servers, where servers sample
+``watch``       looks after the servers while the student trains
 ``student``     the training job: submit, follow
 ``cards``       the pair check card: terminal, artifact, run directory
 ``tracking``    what is told of a run: tags, model card, summary table

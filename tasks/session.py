@@ -25,6 +25,7 @@ from opd_core.lifecycle.handle import Supervisor
 from opd_core.lifecycle.records import ChildSpec, Receipt
 from opd_core.preflight import PreflightReport
 from opd_core.scoring.facts import TeacherFacts
+from opd_core.serving.servers import Server
 from opd_core.training.attempts import end_attempt
 from opd_core.training.jobs import HTTP_ERRORS, STOP_S, StudentJob
 from tasks.console import announce, warn
@@ -48,7 +49,11 @@ class Cluster:
 
 @dataclass(slots=True)
 class Session:
-    """What the stages of one run share. It lives in the flow process and never leaves it."""
+    """What the stages of one run share. It lives in the flow process and never leaves it.
+
+    ``servers`` are those that the run started, with their present ports, by the name of their
+    process.
+    """
 
     run: RunRecord
     checked: PreflightReport
@@ -56,6 +61,7 @@ class Session:
     keys: dict[str, str] = field(repr=False)
     cluster: Cluster = Cluster("", None, owned=False)
     job: StudentJob | None = None
+    servers: dict[str, Server] = field(default_factory=dict)
     teacher_facts: dict[str, TeacherFacts] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     job_restarts: int = 0
@@ -73,7 +79,7 @@ class Session:
     def job_log(self) -> Path:
         """The log of the student's job; each job that was started again has its own."""
         number = self.job_restarts + 1
-        return self.run.log("student" if number == 1 else f"student-{number}")
+        return self.run.log("student" if number == 1 else f"student-job-{number}")
 
     def spawn(self, spec: ChildSpec) -> None:
         """Start a process under the supervisor. Raises :class:`ServingError`."""
@@ -100,6 +106,11 @@ class Session:
     def child_exit(self, child: str) -> int | None:
         """The return code of a process of the run; None while it lives."""
         return self.supervisor.child_exit(child)
+
+    def teacher(self, server: Server) -> OPDTeacherConfig:
+        """The teacher that a server serves."""
+        opd = self.run.config.opd
+        return next(t for t in (opd.teachers if opd else ()) if t.name == server.teacher)
 
     def replace_teachers(self, teachers: tuple[OPDTeacherConfig, ...]) -> None:
         """Take in where the teachers answer."""
@@ -193,7 +204,7 @@ def _conclude(
     error."""
     run = session.run
     summary = session.summary = build_summary(run, receipt, session.seconds, error)
-    summary["teacher_restarts"] = session.restarts
+    summary["server_restarts"] = session.restarts
     summary["job_restarts"] = session.job_restarts
     with _told("the summary"):
         write_summary(run, summary)

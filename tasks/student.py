@@ -18,8 +18,9 @@ from opd_core.training.jobs import ENDED, HTTP_ERRORS, StudentJob, connect_jobs,
 from opd_core.training.results import RunResult, read_result
 from opd_core.whole_file import write_whole
 from tasks.console import TrainingProgress, announce, warn
+from tasks.samplers import revive_samplers
 from tasks.session import Session
-from tasks.watch import TeacherWatch
+from tasks.watch import ServerWatch
 
 POLL_S = 0.5
 STATUS_EVERY_S = 2.0
@@ -31,7 +32,7 @@ FAILED_POLLS = 10
 @task(name="train student", cache_policy=NO_CACHE)
 def train_student(session: Session) -> None:
     """Run the training job; its result is then in the run directory. A job that dies is started
-    again, at most ``training.max_restarts`` times; the teachers stay up meanwhile.
+    again, at most ``training.max_restarts`` times; the servers stay up meanwhile.
 
     Raises :class:`TrainingError` with the driver's own reason, or the tail of its log. Whatever is
     raised, the session ends the job.
@@ -57,6 +58,7 @@ def run_jobs(session: Session, client: Any) -> None:
     with progress:
         while not _run_job(session, client, reader, progress):
             session.job_restarts += 1
+            revive_samplers(session)
 
 
 def _run_job(
@@ -113,7 +115,7 @@ class _JobEnded(Exception):
 
 
 class _Follower:
-    """Shows a job's progress and looks after its teachers until it has ended."""
+    """Shows a job's progress and looks after its servers until it has ended."""
 
     def __init__(
         self, session: Session, job: StudentJob, reader: JournalReader, progress: TrainingProgress
@@ -122,7 +124,7 @@ class _Follower:
         self._job = job
         self._reader = reader
         self._progress = progress
-        self._watch = TeacherWatch(session)
+        self._watch = ServerWatch(session)
         self._next_status = self._next_log = 0.0
         self._status, self._failed = "PENDING", 0
 
@@ -134,7 +136,7 @@ class _Follower:
 
     def to_its_end(self) -> str:
         """The job's last status. Raises :class:`TrainingError` if the cluster no longer answers,
-        :class:`~opd_core.errors.ServingError` for a teacher that cannot be helped."""
+        :class:`~opd_core.errors.ServingError` for a server that cannot be helped."""
         with suppress(_JobEnded):
             while True:
                 self._turn()

@@ -133,7 +133,7 @@ def build_summary(
         "lost": numbers.lost,
         "survivors": result.survivors,
         "prompts": result.prompts,
-        "teacher_restarts": {},
+        "server_restarts": {},
         "job_restarts": 0,
         "seconds": {
             name: round(value, 3)
@@ -225,8 +225,8 @@ def _table(summary: Mapping[str, Any]) -> Table:
     if summary["lost"]:
         causes = (f"{count} {cause}" for cause, count in summary["lost"].items())
         table.add_row("lost", ", ".join(causes))
-    if summary["teacher_restarts"]:
-        table.add_row("teachers started again", str(summary["teacher_restarts"]))
+    if summary["server_restarts"]:
+        table.add_row("servers started again", str(summary["server_restarts"]))
     if summary["job_restarts"]:
         table.add_row("job started again", str(summary["job_restarts"]))
     seconds = sorted(summary["seconds"].items(), key=lambda item: -item[1])

@@ -1,4 +1,4 @@
-"""Looks after the teachers while the student trains: a dead, hung or changed server that the run
+"""Looks after the servers while the student trains: a dead, hung or changed one that the run
 launched is started again, and the run goes on."""
 
 from __future__ import annotations
@@ -7,54 +7,61 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from opd_core.config import OPDTeacherConfig
 from opd_core.scoring.state import ScoringState, read_state
-from opd_core.serving.child import child_name
-from opd_core.serving.life import Diagnosis, HealthWatch
+from opd_core.serving.life import (
+    HANG_LIMIT_S,
+    HEALTH_WITHOUT_ENGINE,
+    Diagnosis,
+    HealthWatch,
+)
+from opd_core.serving.servers import Server
 from opd_core.training.files import SCORING_FILE
 from tasks.console import announce, warn
+from tasks.samplers import restart_sampler
+from tasks.servers import death
 from tasks.session import Session
-from tasks.teacher import restart_replica
+from tasks.teacher import restart_teacher
 
 
 class _Watched:
-    """One launched replica."""
+    """One launched server, under the name of its process."""
 
-    def __init__(self, session: Session, teacher: OPDTeacherConfig, number: int) -> None:
-        self.teacher, self.number = teacher, number
-        self.child = child_name(teacher.name, number)
-        self.diagnose = Diagnosis(number, teacher.hang_limit_s)
-        self._backend = teacher.all_replicas[number].backend
-        self.begin(session, None)
+    def __init__(self, session: Session, server: Server) -> None:
+        self.child, self.teacher = server.child, server.teacher
+        limit_s = session.teacher(server).hang_limit_s if server.teacher else HANG_LIMIT_S
+        self.diagnose = Diagnosis(server.number, limit_s)
+        self.begin(server, None)
 
-    def begin(self, session: Session, state: ScoringState | None) -> None:
-        endpoint = session.teacher_facts[self.teacher.name].endpoints[self.number]
-        self.health = HealthWatch(endpoint, self._backend)
+    def begin(self, server: Server, state: ScoringState | None) -> None:
+        asked = server.teacher is not None or server.backend in HEALTH_WITHOUT_ENGINE
+        self._health = HealthWatch(server.endpoint, server.backend) if asked else None
         self.diagnose.begin(state)
 
+    def illness(self, state: ScoringState | None) -> str:
+        now = time.time()
+        return self.diagnose(now, self._health.healthy_at if self._health else now, state)
 
-class TeacherWatch:
-    """Watches every teacher of a run: call :meth:`turn` often, and :meth:`close` at the end.
+    def close(self) -> None:
+        if self._health:
+            self._health.close()
+
+
+class ServerWatch:
+    """Watches every server of a run: call :meth:`turn` often, and :meth:`close` at the end.
 
     ``children`` are the processes that it looks after.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        opd = session.run.config.opd
-        self._watched = [
-            _Watched(session, teacher, number)
-            for teacher in (opd.teachers if opd else ())
-            for number, replica in enumerate(teacher.all_replicas)
-            if replica.launch is not None
-        ]
-        self.children = frozenset(watched.child for watched in self._watched)
+        self._watched = [_Watched(session, server) for server in session.servers.values()]
+        self.children = frozenset(session.servers)
         self._away: dict[str, str] = {}
 
     def close(self) -> None:
         """Ask no server for its health any more."""
         for watched in self._watched:
-            watched.health.close()
+            watched.close()
 
     def turn(self, still_alive: Callable[[], None]) -> None:
         """Look once, and start again what has to be. ``still_alive`` is called while a server
@@ -64,18 +71,14 @@ class TeacherWatch:
             states = read_state(self._session.run.directory / SCORING_FILE)
         self._tell_away(states)
         for watched in self._watched:
-            state = states.get(watched.teacher.name)
-            if why := self._illness(watched, state):
-                watched.health.close()
-                restart_replica(self._session, watched.teacher, watched.number, why, still_alive)
-                watched.begin(self._session, state)
+            server = self._session.servers[watched.child]
+            state = states.get(watched.teacher or "")
+            if why := death(self._session, server) or watched.illness(state):
+                watched.close()
+                restart = restart_teacher if server.teacher else restart_sampler
+                restart(self._session, server, why, still_alive)
+                watched.begin(self._session.servers[watched.child], state)
                 return  # minutes may have passed: the others are judged by what is true then
-
-    def _illness(self, watched: _Watched, state: ScoringState | None) -> str:
-        returncode = self._session.child_exit(watched.child)
-        if returncode is not None:
-            return f"has died (return code {returncode})"
-        return watched.diagnose(time.time(), watched.health.healthy_at, state)
 
     def _tell_away(self, states: dict[str, ScoringState]) -> None:
         """Say once when the training job loses a teacher, and when it has it back."""

@@ -1,10 +1,17 @@
-"""One train step's worth of groups, and what became of the others."""
+"""One train step's worth of groups, and what became of the others.
+
+Groups are under way side by side, those of later steps too where rollouts may be stale: they go on
+while a batch trains. How many there may be is bounded, so the sampler never runs away from the
+trainer: the groups of a step (times ``over_sampling``), and those of ``max_staleness`` more.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from opd_core.agent_loop.loop import AgentLoop, GroupRequest, Key
@@ -14,7 +21,7 @@ from opd_core.agent_loop.replay_buffer import ReplayBuffer
 from opd_core.agent_loop.survivors import Survivors
 from opd_core.errors import SurvivorError
 from opd_core.rollout import Group, RolloutState, Status
-from opd_core.rollout_json import from_plain, refused_as
+from opd_core.rollout_json import from_plain, refused_as, to_plain
 from opd_core.scoring.client import POISON
 
 logger = logging.getLogger(__name__)
@@ -31,6 +38,15 @@ class Teachers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A group that was under way; its prompt by its data row."""
+
+    group_id: int
+    row: int
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
 class CollectorState:
     """The states of a collector's parts."""
 
@@ -38,11 +54,13 @@ class CollectorState:
     next_group_id: int
     survivors: dict[str, Any]
     buffer: tuple[Any, ...]
+    under_way: tuple[Asked, ...]
 
 
 class Collector:
     """Runs groups until a train step has its full number of them. ``teachers`` is None when OPD is
-    off."""
+    off; ``max_staleness`` is in train steps, ``over_sampling`` the groups that are started over
+    those that a step needs."""
 
     def __init__(
         self,
@@ -52,6 +70,8 @@ class Collector:
         *,
         groups_per_step: int,
         limit: int,
+        max_staleness: int = 0,
+        over_sampling: float = 1.0,
         teachers: Teachers | None = None,
         on_group: Callable[[Group], None] = lambda group: None,
     ) -> None:
@@ -60,11 +80,18 @@ class Collector:
         self._buffer = buffer
         self._wanted = groups_per_step
         self._limit = limit
+        self._max_staleness = max_staleness
+        self._started_for_step = math.ceil(groups_per_step * over_sampling)
         self._teachers = teachers
         self._on_group = on_group
         self.survivors = Survivors()
         """What became of all groups so far."""
         self._next_id = 0
+        self._under_way: dict[asyncio.Task[list[Group]], list[GroupRequest]] = {}
+        self._ended: list[Group] = []
+        """COMPLETED groups whose teachers have not been proven since."""
+        self._again: list[GroupRequest] = []
+        """Groups that were under way when the state was taken that this collector began from."""
         self._lot: ParkingLot | None = None
         self._parked: dict[Key, RolloutState] = {}
 
@@ -73,24 +100,46 @@ class Collector:
         """Number of the current pass over the data, from 0."""
         return self._queue.epoch
 
+    @property
+    def ahead(self) -> int:
+        """Groups that are under way or wait for a later train step."""
+        return sum(map(len, self._under_way.values())) + len(self._ended) + len(self._buffer)
+
+    async def aclose(self) -> None:
+        """End what is under way; a state that is taken afterwards still names it."""
+        for task in self._under_way:
+            task.cancel()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+        going = [request for requests in self._under_way.values() for request in requests]
+        self._again = [*going, *self._again]
+        self._under_way.clear()
+
     def state(self) -> dict[str, Any]:
-        """All that :meth:`restore` needs, as plain JSON data; taken between two steps."""
+        """All that :meth:`restore` needs, as plain JSON data; taken between two steps. Groups under
+        way are named only: they are sampled anew."""
+        going = [request for requests in self._under_way.values() for request in requests]
+        asked = [Asked(r.group_id, r.prompt.row, r.tries) for r in [*going, *self._again]]
         return {
             "queue": self._queue.state(),
             "next_group_id": self._next_id,
             "survivors": self.survivors.state(),
             "buffer": self._buffer.state(),
+            "under_way": to_plain(sorted(asked, key=lambda a: a.group_id)),
         }
 
     def restore(self, state: object) -> None:
-        """Go on where ``state`` was taken. Raises :class:`TrainingError` for one of other data, or
-        that is none."""
+        """Go on where ``state`` was taken; nothing may be under way. Raises
+        :class:`TrainingError` for one of other data, or that is none."""
         with refused_as("state of the collector"):
             saved: CollectorState = from_plain(CollectorState, state)
             survivors = Survivors.restore(saved.survivors)
+            again = [
+                GroupRequest(asked.group_id, self._queue.of_row(asked.row), asked.tries)
+                for asked in saved.under_way
+            ]
             self._queue.restore(saved.queue)
             self._buffer.restore(saved.buffer)
-        self.survivors, self._next_id = survivors, saved.next_group_id
+        self.survivors, self._next_id, self._again = survivors, saved.next_group_id, again
 
     def restore_parked(self, lot: ParkingLot) -> None:
         """Let the next step use the rollouts that an end of the run left waiting for a teacher;
@@ -98,66 +147,146 @@ class Collector:
         self._lot = lot
         self._parked = {(r.group_id, r.index): r for r in lot.load()}
 
-    async def collect(self, train_step: int) -> tuple[list[Group], Survivors]:
-        """The step's groups. Raises :class:`SurvivorError` when the limit of started groups is
-        reached: the step would otherwise loop through the data for ever."""
+    async def collect(self, train_step: int, further: int = 0) -> tuple[list[Group], Survivors]:
+        """The step's groups, and what became of them and of those that were lost meanwhile.
+        ``further`` train steps will come. Raises :class:`SurvivorError` when the limit of started
+        groups is reached: the step would otherwise loop through the data for ever."""
         survivors = Survivors()
-        while (missing := self._wanted - len(self._buffer)) > 0:
-            if survivors.started + missing > self._limit:
-                raise SurvivorError(
-                    f"train step {train_step}: {survivors.started} groups were started and "
-                    f"{missing} are still missing (limit {self._limit}, "
-                    f"task.max_groups_per_step):\n{survivors.table()}",
-                    dict(survivors.as_counts()),
-                )
-            for group in await self._run(missing, train_step):
-                survivors.count(group)
-                self.survivors.count(group)
-                self._on_group(group)
-                if group.status is Status.COMPLETED:
+        room = self._started_for_step + min(self._max_staleness, further) * self._wanted
+        while True:
+            await self._fill_buffer(train_step, room, survivors)
+            taken = self._buffer.take(self._wanted)
+            stale = [self._too_stale(group, train_step) for group in taken]
+            if not any(stale):
+                break
+            for group, expired in zip(taken, stale, strict=True):
+                if expired:
+                    self._lose(_expired(group), survivors)
+                else:
                     self._buffer.put(group)
-                elif group.status is not Status.FILTERED and not _holds_poison(group):
-                    self._queue.give_back(group.prompt)
+        for group in taken:
+            survivors.count(group)
+            self.survivors.count(group)
+            self._on_group(group)
         self._drop_parked(train_step)
-        return self._buffer.take(self._wanted), survivors
+        return taken, survivors
 
-    async def _run(self, count: int, train_step: int) -> list[Group]:
-        """New groups, brought to their ends. Nothing is sampled while a teacher is away, and
-        nothing is taken from one that has changed."""
-        if self._teachers is None:
-            return await self._ended(count, train_step)
-        await self._teachers.ready()
-        return await self._teachers.verified(await self._ended(count, train_step), train_step)
+    async def _fill_buffer(self, train_step: int, room: int, survivors: Survivors) -> None:
+        """Until the buffer has the step's groups; those of the next steps are under way then."""
+        self._start(train_step, room, survivors)
+        while (missing := self._wanted - len(self._buffer)) > 0:
+            self._gather_ended(survivors)
+            if len(self._ended) >= missing or (self._ended and not self._under_way):
+                await self._believe_ended(train_step, survivors)
+                continue
+            self._start(train_step, room, survivors)
+            if self._under_way:
+                await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _ended(self, count: int, train_step: int) -> list[Group]:
+    def _gather_ended(self, survivors: Survivors) -> None:
+        """Take in what has ended. An error that ended one ends them all."""
+        for task in [task for task in self._under_way if task.done()]:
+            requests, groups = self._under_way.pop(task), task.result()
+            self._leave([key for r in requests for key in self._parked if key[0] == r.group_id])
+            for group in groups:
+                if group.status is Status.COMPLETED:
+                    self._ended.append(group)
+                else:
+                    self._lose(group, survivors)
+
+    async def _believe_ended(self, train_step: int, survivors: Survivors) -> None:
+        """Put into the buffer what teachers scored that still score as they did."""
+        ended, self._ended = self._ended, []
+        if self._teachers is not None:
+            ended = await self._teachers.verified(ended, train_step)
+        for group in ended:
+            if group.status is Status.COMPLETED:
+                self._buffer.put(group)
+            else:
+                self._lose(group, survivors)
+
+    def _lose(self, group: Group, survivors: Survivors) -> None:
+        survivors.count(group)
+        self.survivors.count(group)
+        self._on_group(group)
+        if group.status is not Status.FILTERED and not _holds_poison(group):
+            self._queue.give_back(group.prompt)
+
+    def _start(self, train_step: int, room: int, survivors: Survivors) -> None:
+        """Start as many groups as there is room for."""
+        if self._loop.in_order and self._under_way:
+            return  # what is sampled beside what must not depend on time
+        limit = self._limit + room - self._wanted  # those of later steps do not count
+        count = min(room, limit - survivors.started) - self.ahead
+        if count <= 0:
+            if not self._under_way and self.ahead < self._wanted:
+                raise self._too_many(train_step, survivors)
+            return
         requests = self._requests(count)
-        asked = {request.group_id for request in requests}
-        already = {key: rollout for key, rollout in self._parked.items() if key[0] in asked}
-        groups = await self._loop.run(requests, train_step, already)
-        self._leave(already)
-        return groups
+        together = [requests] if self._loop.in_order else [[request] for request in requests]
+        for some in together:
+            ids = {request.group_id for request in some}
+            already = {key: rollout for key, rollout in self._parked.items() if key[0] in ids}
+            task = asyncio.create_task(self._run(some, train_step, already))
+            self._under_way[task] = some
+
+    async def _run(
+        self, requests: Sequence[GroupRequest], train_step: int, already: Mapping[Key, RolloutState]
+    ) -> list[Group]:
+        """Nothing is sampled while a teacher is away."""
+        if self._teachers is not None:
+            await self._teachers.ready()
+        return await self._loop.run(requests, train_step, already)
+
+    def _too_many(self, train_step: int, survivors: Survivors) -> SurvivorError:
+        missing = self._wanted - len(self._buffer) - len(self._ended)
+        for group in (*self._buffer.groups, *self._ended):
+            survivors.count(group)
+        return SurvivorError(
+            f"train step {train_step}: {survivors.started} groups were started and "
+            f"{missing} are still missing (limit {self._limit}, "
+            f"task.max_groups_per_step):\n{survivors.table()}",
+            dict(survivors.as_counts()),
+        )
 
     def _requests(self, count: int) -> list[GroupRequest]:
+        again, self._again = self._again[:count], self._again[count:]
         first = self._next_id
-        self._next_id += count
-        taken = self._queue.take(count)
-        return [GroupRequest(first + i, prompt, tries) for i, (prompt, tries) in enumerate(taken)]
+        self._next_id += count - len(again)
+        taken = self._queue.take(count - len(again))
+        new = [GroupRequest(first + i, prompt, tries) for i, (prompt, tries) in enumerate(taken)]
+        return [*again, *new]
+
+    def _too_stale(self, group: Group, train_step: int) -> bool:
+        oldest = min(rollout.oldest_version for rollout in group.rollouts)
+        return train_step - 1 - oldest > self._max_staleness
 
     def _drop_parked(self, train_step: int) -> None:
-        """Parked rollouts of groups that the step did not ask for will never be."""
-        for group_id, index in self._parked:
+        """Parked rollouts of groups that nobody has asked for will never be."""
+        asked = {r.group_id for requests in self._under_way.values() for r in requests}
+        asked |= {request.group_id for request in self._again}
+        for key in [key for key in self._parked if key[0] not in asked]:
             logger.warning(
                 "parked rollout %d of group %d belongs to no group of train step %d: it is dropped",
-                *(index, group_id, train_step),
+                *(key[1], key[0], train_step),
             )
-        self._leave(dict(self._parked))
+            self._leave([key])
 
-    def _leave(self, rollouts: Mapping[Key, RolloutState]) -> None:
+    def _leave(self, keys: Sequence[Key]) -> None:
         """They wait no longer, whether they were scored, filtered, or did not fit."""
-        for key, rollout in rollouts.items():
-            del self._parked[key]
+        for key in keys:
+            rollout = self._parked.pop(key)
             if self._lot is not None:
                 self._lot.remove(rollout)
+
+
+def _expired(group: Group) -> Group:
+    said = "it waited for so long that its weights are too old (sampling.max_staleness)"
+    rollouts = tuple(
+        replace(rollout, status=Status.EXPIRED, cause="stale", error_msg=said)
+        for rollout in group.rollouts
+    )
+    return replace(group, rollouts=rollouts, status=Status.EXPIRED, cause="stale")
 
 
 def _holds_poison(group: Group) -> bool:

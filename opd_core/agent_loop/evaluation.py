@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from opd_core.agent_loop.judging import JudgeRunner
 from opd_core.agent_loop.loop import AgentLoop, GroupRequest, LoopSettings
+from opd_core.agent_loop.turns import Turns
 from opd_core.errors import TrainingError
 from opd_core.rollout import Group, Prompt, Status
 from opd_core.sampling.protocol import Sampler
@@ -58,6 +59,7 @@ async def evaluate(
     batch_judge: JudgeRunner | None = None,
     decode: Callable[[Sequence[int]], str],
     settings: LoopSettings,
+    turns: Turns | None = None,
     pass_at: Sequence[int] = (),
 ) -> Evaluation:
     """Sample ``settings.group_size`` answers a question and judge them.
@@ -67,7 +69,14 @@ async def evaluate(
     The same seeds are used at every evaluation, so before and after differ by the weights only.
     Raises :class:`TrainingError` if an answer could not be judged: accuracy is not guessed.
     """
-    loop = AgentLoop(settings, sampler=sampler, decode=decode, judge=judge, batch_judge=batch_judge)
+    loop = AgentLoop(
+        settings,
+        sampler=sampler,
+        decode=decode,
+        judge=judge,
+        batch_judge=batch_judge,
+        turns=turns,
+    )
     requests = [GroupRequest(i, prompt) for i, prompt in enumerate(prompts)]
     groups = await loop.run(requests, train_step=0)
     lost = next((group for group in groups if group.status is not Status.COMPLETED), None)
@@ -80,7 +89,7 @@ async def evaluate(
         samples=len(rollouts),
         accuracy=accuracy,
         accuracy_stderr=stderr,
-        response_tokens_mean=sum(len(r.response_ids) for r in rollouts) / len(rollouts),
+        response_tokens_mean=sum(r.sampled_tokens for r in rollouts) / len(rollouts),
         truncated_fraction=sum(r.truncated for r in rollouts) / len(rollouts),
         by_source=_by_source(groups),
         pass_at={k: _mean([_passes(group, k) for group in groups]) for k in pass_at},

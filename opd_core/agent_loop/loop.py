@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
 from opd_core.agent_loop.judging import JudgeError, JudgeRunner
-from opd_core.errors import SamplingError
+from opd_core.agent_loop.turns import SampledPart, Turns
+from opd_core.config import TruncatedPolicy
 from opd_core.rollout import Group, Prompt, RolloutState, Status
-from opd_core.sampling.protocol import Completion, Sampler, SampleRequest, rollout_seed
+from opd_core.sampling.protocol import Sampler, rollout_seed
 
 Key = tuple[int, int]
 """Group id and index of a rollout."""
@@ -44,19 +45,22 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """What the loop needs to know besides its organs."""
+    """What the loop needs to know besides its organs. ``max_staleness`` is in train steps;
+    ``truncated`` says what becomes of answers that were cut."""
 
     group_size: int
     max_new_tokens: int
     seed: int
     temperature: float = 1.0
+    max_staleness: int = 0
+    truncated: TruncatedPolicy = "train"
 
 
 class AgentLoop:
     """Runs groups. ``scorer`` is None when OPD is off; ``judge`` and ``batch_judge`` exclude each
-    other; ``decode`` turns response ids into the text that judges read. ``in_order``: rollouts are
-    scored and judged one at a time in the order of group id and index, whatever the order in
-    which they are sampled."""
+    other; ``decode`` turns response ids into the text that judges read; ``turns`` calls the tool,
+    where there is one. ``in_order``: rollouts are scored and judged one at a time in the order of
+    group id and index, whatever the order in which they are sampled."""
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class AgentLoop:
         judge: JudgeRunner | None = None,
         batch_judge: JudgeRunner | None = None,
         filter_func: Callable[[tuple[RolloutState, ...]], bool] | None = None,
+        turns: Turns | None = None,
         in_order: bool = False,
     ) -> None:
         self._settings = settings
@@ -77,9 +82,10 @@ class AgentLoop:
         self._judge = judge
         self._batch_judge = batch_judge
         self._filter = filter_func
-        self._in_order = in_order
-        self.sampling_s = 0.0
-        """Seconds spent waiting for the sampler, over all calls."""
+        self._turns = turns
+        self.in_order = in_order
+        self.sampling = BusyClock()
+        """How long anything was being sampled."""
 
     async def run(
         self,
@@ -94,41 +100,49 @@ class AgentLoop:
         and a warning says so.
         """
         there = self._usable(already, requests, train_step)
-        rollouts = self._rollouts(requests, train_step, there)
         try:
-            groups = await (self._one_by_one if self._in_order else self._side_by_side)(rollouts)
+            if self.in_order:
+                return await self._one_by_one(requests, train_step, there)
+            async with asyncio.TaskGroup() as tasks:
+                groups = [tasks.create_task(self._group(r, train_step, there)) for r in requests]
         except* Exception as errors:
             raise _first(errors) from None
-        return [groups[r.group_id] if r.group_id in groups else _aborted(r) for r in requests]
+        return [group.result() for group in groups]
 
-    async def _side_by_side(self, rollouts: AsyncIterator[RolloutState]) -> dict[int, Group]:
-        """Complete groups; every rollout goes on as soon as it is there."""
-        members: dict[int, list[asyncio.Task[RolloutState]]] = {}
-        endings: dict[int, asyncio.Task[Group]] = {}
+    async def _group(
+        self, request: GroupRequest, train_step: int, there: Mapping[Key, RolloutState]
+    ) -> Group:
+        """One group; every rollout goes on as soon as it is sampled."""
 
-        async def end(siblings: list[asyncio.Task[RolloutState]]) -> Group:
-            return await self._end_group([await sibling for sibling in siblings])
+        async def rollout(index: int) -> RolloutState:
+            sampled = await self._sampled(request, index, train_step, there)
+            return await self._after_sampling(sampled)
 
+        async with asyncio.TaskGroup() as tasks:  # unlike gather, it leaves nothing behind
+            siblings = [tasks.create_task(rollout(i)) for i in range(self._settings.group_size)]
+        return await self._end_group(tuple(sibling.result() for sibling in siblings))
+
+    async def _one_by_one(
+        self,
+        requests: Sequence[GroupRequest],
+        train_step: int,
+        there: Mapping[Key, RolloutState],
+    ) -> list[Group]:
+        """Nothing goes on before all is sampled, and then in order."""
         async with asyncio.TaskGroup() as tasks:
-            async for rollout in rollouts:
-                siblings = members.setdefault(rollout.group_id, [])
-                siblings.append(tasks.create_task(self._after_sampling(rollout)))
-                if len(siblings) == self._settings.group_size:
-                    endings[rollout.group_id] = tasks.create_task(end(siblings))
-        return {group_id: ending.result() for group_id, ending in endings.items()}
-
-    async def _one_by_one(self, rollouts: AsyncIterator[RolloutState]) -> dict[int, Group]:
-        """Complete groups; nothing goes on before all is sampled, and then in order."""
-        members: dict[int, list[RolloutState]] = {}
+            sampled = [
+                [
+                    tasks.create_task(self._sampled(request, index, train_step, there))
+                    for index in range(self._settings.group_size)
+                ]
+                for request in requests
+            ]
         groups = {}
-        async for rollout in rollouts:
-            members.setdefault(rollout.group_id, []).append(rollout)
-        for group_id, siblings in sorted(members.items()):
-            if len(siblings) == self._settings.group_size:
-                siblings.sort(key=lambda rollout: rollout.index)
-                ended = [await self._after_sampling(rollout) for rollout in siblings]
-                groups[group_id] = await self._end_group(ended)
-        return groups
+        for siblings in sorted(sampled, key=lambda siblings: siblings[0].result().group_id):
+            ended = [await self._after_sampling(sibling.result()) for sibling in siblings]
+            group = await self._end_group(tuple(ended))
+            groups[group.group_id] = group
+        return [groups[request.group_id] for request in requests]
 
     def _usable(
         self,
@@ -140,11 +154,12 @@ class AgentLoop:
         asked = {r.group_id: r.prompt for r in requests}
         usable = {}
         for (group_id, index), rollout in already.items():
+            behind = {train_step - 1 - version for version in rollout.policy_versions}
             if (
                 (rollout.group_id, rollout.index) == (group_id, index)
                 and index < self._settings.group_size
                 and rollout.prompt == asked.get(group_id)
-                and rollout.policy_version == train_step - 1
+                and all(0 <= steps <= self._settings.max_staleness for steps in behind)
             ):
                 usable[group_id, index] = replace(rollout, prompt=asked[group_id])
             else:
@@ -152,64 +167,71 @@ class AgentLoop:
                     "rollout %d of group %d (data row %d, policy version %d) was sampled for "
                     "something else than this group in train step %d: it is not used",
                     *(rollout.index, rollout.group_id, rollout.prompt.row),
-                    *(rollout.policy_version, train_step),
+                    *(rollout.oldest_version, train_step),
                 )
         return usable
 
-    async def _rollouts(
+    async def _sampled(
         self,
-        requests: Sequence[GroupRequest],
+        request: GroupRequest,
+        index: int,
         train_step: int,
         there: Mapping[Key, RolloutState],
-    ) -> AsyncIterator[RolloutState]:
-        """What is there, then what is sampled, as it finishes."""
-        for rollout in there.values():
-            yield rollout
-        prompts = {r.group_id: r.prompt for r in requests}
-        samples = [s for s in self._samples(requests, train_step) if s.key not in there]
-        waiting = {sample.key for sample in samples}
-        started = time.perf_counter()
-        async for completions in self._sampler.sample(samples):
-            for completion in completions:
-                if completion.key not in waiting:
-                    said = f"the engine returned {completion.key} twice, or unasked"
-                    raise SamplingError(said)
-                waiting.remove(completion.key)
-                group_id, index = completion.key
-                state = RolloutState(group_id, index, prompts[group_id])
-                yield self._sampled(state, completion)
-        self.sampling_s += time.perf_counter() - started
+    ) -> RolloutState:
+        """The rollout that is there, else one sampled now: COMPLETED, FAILED by its tool, or
+        EXPIRED because an interruption left it too far behind."""
+        if (request.group_id, index) in there:
+            return there[request.group_id, index]
+        seed = rollout_seed(
+            self._settings.seed, train_step, request.prompt.row, request.tries, index
+        )
+        part = SampledPart((request.group_id, index), request.prompt, seed)
+        while not part.finish_reason:
+            if part.policy_versions and await self._too_stale(part):
+                said = "it was interrupted too often: its first tokens are of weights too old"
+                return self._rollout(part, Status.EXPIRED, "stale", said)
+            with self.sampling:
+                await part.sample(
+                    self._sampler,
+                    max_new_tokens=self._settings.max_new_tokens,
+                    temperature=self._settings.temperature,
+                    stop_ids=self._turns.stop_ids if self._turns else (),
+                )
+            if part.called and self._turns is not None:
+                said = await self._turns.answer(part, self._settings.max_new_tokens)
+                if said:
+                    return self._rollout(part, Status.FAILED, "tool", said)
+        return self._rollout(part, Status.COMPLETED)
 
-    def _samples(self, requests: Sequence[GroupRequest], train_step: int) -> list[SampleRequest]:
-        s = self._settings
-        return [
-            SampleRequest(
-                (r.group_id, index),
-                r.prompt.token_ids,
-                rollout_seed(s.seed, train_step, r.prompt.row, r.tries, index),
-                s.max_new_tokens,
-                s.temperature,
-            )
-            for r in requests
-            for index in range(s.group_size)
-        ]
+    async def _too_stale(self, part: SampledPart) -> bool:
+        """Whether an interrupted rollout could not be trained any more if it went on."""
+        version = await self._sampler.ready()
+        return version - min(part.policy_versions) > self._settings.max_staleness
 
-    def _sampled(self, state: RolloutState, completion: Completion) -> RolloutState:
-        return replace(
-            state,
-            status=Status.COMPLETED,
-            response_ids=completion.response_ids,
-            rollout_logprobs=completion.rollout_logprobs,
-            finish_reason=completion.finish_reason,
-            policy_version=completion.policy_version,
-            text=self._decode(completion.response_ids),
+    def _rollout(
+        self, part: SampledPart, status: Status, cause: str = "", error_msg: str = ""
+    ) -> RolloutState:
+        return RolloutState(
+            *part.key,
+            part.prompt,
+            status,
+            response_ids=tuple(part.response_ids),
+            rollout_logprobs=tuple(part.rollout_logprobs),
+            response_mask=tuple(part.response_mask) if not all(part.response_mask) else (),
+            policy_versions=tuple(part.policy_versions),
+            finish_reason=part.finish_reason,
+            text=self._decode(part.response_ids),
+            cause=cause,
+            error_msg=error_msg,
         )
 
     async def _after_sampling(self, rollout: RolloutState) -> RolloutState:
         """What can be done for a rollout alone, beside its siblings."""
+        if rollout.status is not Status.COMPLETED:
+            return rollout
         if self._filter is not None:
             return await self._judged(rollout)
-        async with asyncio.TaskGroup() as tasks:  # unlike gather, it leaves nothing behind
+        async with asyncio.TaskGroup() as tasks:
             scoring = tasks.create_task(self._scored(rollout))
             judging = tasks.create_task(self._judged(rollout))
         scored, judged = scoring.result(), judging.result()
@@ -217,11 +239,12 @@ class AgentLoop:
             return replace(scored, reward=judged.reward)
         return judged
 
-    async def _end_group(self, members: Sequence[RolloutState]) -> Group:
+    async def _end_group(self, rollouts: tuple[RolloutState, ...]) -> Group:
         """What needs all of a group: batch judge, filter, and the group's status."""
-        rollouts = tuple(sorted(members, key=lambda rollout: rollout.index))
         rollouts = await self._judged_together(rollouts)
-        if self._filter is not None and not _any_failed(rollouts):
+        if _all_completed(rollouts) and not any(map(self._trains, rollouts)):
+            return _group(_filtered(rollouts, "truncated"), Status.FILTERED)
+        if self._filter is not None and _all_completed(rollouts):
             try:
                 passes = self._filter(rollouts)
             except Exception as error:  # a user's function: its failure is this group's reason
@@ -229,19 +252,24 @@ class AgentLoop:
                 rollouts = tuple(r.failed("filter_func", said) for r in rollouts)
             else:
                 if not passes:
-                    return _group(rollouts, Status.FILTERED)
+                    return _group(_filtered(rollouts, "filtered"), Status.FILTERED)
                 rollouts = await self._all_scored(rollouts)
-        return _group(rollouts, Status.FAILED if _any_failed(rollouts) else Status.COMPLETED)
+        return _group(rollouts, _status_of(rollouts))
 
     async def _all_scored(self, rollouts: tuple[RolloutState, ...]) -> tuple[RolloutState, ...]:
-        if self._in_order:
+        if self.in_order:
             return tuple([await self._scored(rollout) for rollout in rollouts])
         async with asyncio.TaskGroup() as tasks:
             scoring = [tasks.create_task(self._scored(rollout)) for rollout in rollouts]
         return tuple(task.result() for task in scoring)
 
+    def _trains(self, rollout: RolloutState) -> bool:
+        return rollout.trains(self._settings.truncated)
+
     async def _scored(self, rollout: RolloutState) -> RolloutState:
-        return rollout if self._scorer is None else await self._scorer.score(rollout)
+        if self._scorer is None or not self._trains(rollout):
+            return rollout
+        return await self._scorer.score(rollout)
 
     async def _judged(self, rollout: RolloutState) -> RolloutState:
         if self._judge is None:
@@ -255,7 +283,7 @@ class AgentLoop:
     async def _judged_together(
         self, rollouts: tuple[RolloutState, ...]
     ) -> tuple[RolloutState, ...]:
-        if self._batch_judge is None or _any_failed(rollouts):
+        if self._batch_judge is None or not _all_completed(rollouts):
             return rollouts
         try:
             rewards = await self._batch_judge.judge_batch(rollouts)
@@ -264,23 +292,46 @@ class AgentLoop:
         return tuple(replace(r, reward=w) for r, w in zip(rollouts, rewards, strict=True))
 
 
-def _any_failed(rollouts: tuple[RolloutState, ...]) -> bool:
-    return any(rollout.status is Status.FAILED for rollout in rollouts)
+class BusyClock:
+    """Seconds during which at least one of the blocks that it is entered for was open."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._since = self._total = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        return self._total + (time.perf_counter() - self._since if self._open else 0.0)
+
+    def __enter__(self) -> None:
+        if not self._open:
+            self._since = time.perf_counter()
+        self._open += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._open -= 1
+        if not self._open:
+            self._total += time.perf_counter() - self._since
+
+
+def _all_completed(rollouts: tuple[RolloutState, ...]) -> bool:
+    return all(rollout.status is Status.COMPLETED for rollout in rollouts)
+
+
+def _status_of(rollouts: tuple[RolloutState, ...]) -> Status:
+    """A group dies with any of its members; a failure says more than an expiry."""
+    found = {rollout.status for rollout in rollouts}
+    return next((s for s in (Status.FAILED, Status.EXPIRED) if s in found), Status.COMPLETED)
+
+
+def _filtered(rollouts: tuple[RolloutState, ...], cause: str) -> tuple[RolloutState, ...]:
+    return tuple(replace(r, status=Status.FILTERED, cause=cause) for r in rollouts)
 
 
 def _group(rollouts: tuple[RolloutState, ...], status: Status) -> Group:
-    if status is Status.FILTERED:
-        rollouts = tuple(replace(r, status=status, cause="filtered") for r in rollouts)
     cause = next((r.cause for r in rollouts if r.cause), "")
     return Group(rollouts[0].group_id, rollouts[0].prompt, rollouts, status, cause)
-
-
-def _aborted(request: GroupRequest) -> Group:
-    said = "the sampling engine did not return all of the group's rollouts"
-    rollout = RolloutState(
-        request.group_id, 0, request.prompt, Status.ABORTED, cause="incomplete", error_msg=said
-    )
-    return _group((rollout,), Status.ABORTED)
 
 
 def _first(errors: BaseExceptionGroup[Exception]) -> Exception:

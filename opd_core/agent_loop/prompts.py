@@ -53,6 +53,13 @@ class PromptQueue:
         """The next ``count`` prompts, each with how often it was asked before."""
         return [self._next() for _ in range(count)]
 
+    def of_row(self, row: int) -> Prompt:
+        """The prompt of a data row. Raises ValueError for a row that the data does not give."""
+        found = next((prompt for prompt in self._prompts if prompt.row == row), None)
+        if found is None:
+            raise ValueError(f"the data gives no prompt of row {row}")
+        return found
+
     def give_back(self, prompt: Prompt) -> bool:
         """Return the prompt of a lost group; False if it has been tried often enough."""
         if self._requeued[prompt.row] >= self._max_requeue:

@@ -1,6 +1,7 @@
 """The experiment as one frozen tree: all that a run needs to know, checked before it starts.
 
 ``values``      what a single setting may be
+``serving``     servers that a run launches
 ``teacher``     the teacher side: servers, replicas, how teachers enter the advantage
 ``student``     the student side: data, task, sampling, training, evaluation
 ``experiment``  both sides, the machine, and the rules across the tree
@@ -13,6 +14,7 @@ Files are read by :mod:`opd_core.recipe`; what a setting *means* is documented a
 from __future__ import annotations
 
 from opd_core.config.experiment import ExperimentConfig, RayConfig, RunConfig, TrackingConfig
+from opd_core.config.serving import CONTEXT_MARGIN, Backend, LaunchConfig, ServerConfig
 from opd_core.config.student import (
     DataConfig,
     EvaluationConfig,
@@ -22,12 +24,10 @@ from opd_core.config.student import (
     StudentConfig,
     TaskSpecConfig,
     TrainingConfig,
+    TruncatedPolicy,
 )
 from opd_core.config.teacher import (
-    CONTEXT_MARGIN,
-    Backend,
     FailureBudgetConfig,
-    LaunchConfig,
     OPDConfig,
     OPDTeacherConfig,
     ReplicaConfig,
@@ -41,6 +41,7 @@ __all__ = [
     "TaskSpecConfig",
     "SamplingConfig",
     "TrainingConfig",
+    "TruncatedPolicy",
     "StopConfig",
     "EvaluationConfig",
     "RayConfig",
@@ -50,6 +51,7 @@ __all__ = [
     "OPDTeacherConfig",
     "ReplicaConfig",
     "LaunchConfig",
+    "ServerConfig",
     "FailureBudgetConfig",
     "Backend",
     "CONTEXT_MARGIN",

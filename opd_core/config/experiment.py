@@ -103,6 +103,62 @@ class ExperimentConfig(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _nothing_left_to_time(self) -> Self:
+        sampling = self.sampling
+        if not self.deterministic:
+            return self
+        by_time = {
+            "sampling.engine": sampling.by_servers,
+            "sampling.max_staleness": sampling.max_staleness > 0,
+            "sampling.over_sampling": sampling.over_sampling > 1,
+            "task.tool": self.task.tool is not None,
+        }
+        if named := [name for name, does in by_time.items() if does]:
+            raise ValueError(
+                f"deterministic: with {', '.join(named)} it depends on time what is sampled "
+                "beside what: remove that, or write deterministic: false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_have_their_place(self) -> Self:
+        sampling, student = self.sampling, self.student
+        if not sampling.by_servers:
+            return self
+        if self.ray.address is not None:
+            raise ValueError(
+                f"sampling.engine: {sampling.engine} servers are launched on the flow's host, and "
+                "the student's job runs on another cluster: write ray.address: null, or engine: "
+                "transformers"
+            )
+        shared = sampling.devices is None
+        if foreign := sorted(set(sampling.devices or ()) - set(student.devices)):
+            raise ValueError(
+                f"sampling.devices: {', '.join(foreign)} are none of the student's "
+                f"({', '.join(student.devices)}): add them to student.devices"
+            )
+        servers_devices = sampling.actors * sampling.tp_size
+        if shared and 0 < student.gpus < servers_devices:
+            raise ValueError(
+                f"student.devices: {student.gpus} GPUs are too few for {sampling.actors} servers "
+                f"of {sampling.tp_size} (sampling.server.tp_size) each: lower sampling.actors"
+            )
+        if student.gpus and not self.training_devices:
+            raise ValueError("sampling.devices: they leave no device to train on: name fewer")
+        if student.gpus and shared and sampling.max_staleness:
+            raise ValueError(
+                "sampling.devices: servers that sample while the student trains need devices of "
+                "their own: name them, or write max_staleness: 0"
+            )
+        if student.gpus and sampling.sync_by != "disk" and shared != (sampling.sync_by == "tensor"):
+            raise ValueError(
+                f"sampling.weight_sync: {sampling.sync_by} does not fit: handles (tensor) need "
+                "shared devices (sampling.devices: null), a process group (distributed) needs "
+                "separate ones; disk works with both"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nothing_left_to_chance(self) -> Self:
         if not self.deterministic or self.opd is None:
             return self
@@ -144,8 +200,8 @@ class ExperimentConfig(Frozen):
 
     @model_validator(mode="after")
     def _actors_fit(self) -> Self:
-        training, sampling = self.training.actors, self.sampling.actors
-        gpu_shares(self.student.gpus, training, sampling)
+        training, sampling = self.training.actors, self.sampling_actors
+        gpu_shares(self.training_gpus, training, sampling)
         cpus = self.ray.num_cpus
         # An existing cluster has CPUs of its own.
         if self.ray.address is None and cpus is not None and cpus < training + sampling:
@@ -176,6 +232,34 @@ class ExperimentConfig(Frozen):
                 if device != "cpu":
                     owner[device] = who
         return self
+
+    @property
+    def training_devices(self) -> tuple[str, ...]:
+        """The student's devices without those that servers have for themselves."""
+        theirs = self.sampling.devices or ()
+        return tuple(device for device in self.student.devices if device not in theirs)
+
+    @property
+    def training_gpus(self) -> int:
+        """How many GPUs Ray's actors have among them."""
+        return sum(not device.startswith("cpu") for device in self.training_devices)
+
+    @property
+    def sampling_actors(self) -> int:
+        """Sampling actors on Ray; none where servers sample."""
+        return 0 if self.sampling.by_servers else self.sampling.actors
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether servers sample on the GPUs that train."""
+        return self.sampling.by_servers and self.sampling.devices is None and self.student.gpus > 0
+
+    @property
+    def importance_cap(self) -> float | None:
+        """The bound of the importance weights; None where a token's weight is 1 anyway: the
+        in-process engine on-policy differs from training by rounding only."""
+        weighed = self.sampling.by_servers or not self.sampling.on_policy
+        return self.training.importance_cap if weighed else None
 
     @property
     def task_adv_weight(self) -> float:

@@ -6,7 +6,11 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from opd_core.config.serving import ServerConfig
 from opd_core.config.values import Beta, Devices, Frozen, ImportPath, ModelOrPath
+
+SamplingEngine = Literal["transformers", "sglang", "lmdeploy"]
+TruncatedPolicy = Literal["train", "mask", "drop"]
 
 
 class LoRAConfig(Frozen):
@@ -87,6 +91,15 @@ class TaskSpecConfig(Frozen):
         60.0, gt=0, description="A judge that ends no judgement for so long is taken to hang"
     )
     filter_func: ImportPath | None = Field(None, description="module:function(group) -> keep?")
+    tool: ImportPath | None = Field(
+        None,
+        description="module:function(text, prompt) -> what is appended to the student's turn, or "
+        "null to end the answer; its tokens are no part of the loss",
+    )
+    tool_stop: tuple[str, ...] = Field(
+        (), description="Single tokens that end a turn so that the tool is called"
+    )
+    max_turns: int = Field(8, ge=1, description="Turns of the student in one answer with a tool")
     max_requeue: int = Field(2, ge=0, description="Times that a lost prompt is tried again")
     max_groups_per_step: int | None = Field(
         None, ge=1, description="Groups started for one train step; null is 4 x prompts_per_step"
@@ -96,6 +109,12 @@ class TaskSpecConfig(Frozen):
     def _one_judge(self) -> Self:
         if self.judge and self.batch_judge:
             raise ValueError("name either 'judge' (per sample) or 'batch_judge', not both")
+        return self
+
+    @model_validator(mode="after")
+    def _stops_for_a_tool(self) -> Self:
+        if self.tool_stop and self.tool is None:
+            raise ValueError("tool_stop: nobody is called at these tokens: name a 'tool' too")
         return self
 
     @property
@@ -113,9 +132,93 @@ class SamplingConfig(Frozen):
     top_k: int | None = Field(None, ge=1, description="null is off")
     repetition_penalty: float = Field(1.0, gt=0)
     min_tokens: int = Field(0, ge=0)
-    engine: Literal["transformers"] = "transformers"
-    actors: int = Field(1, ge=1, description="Sampling actors, each with a copy of the student")
-    max_rows: int = Field(128, ge=1, description="Sequences that one actor decodes together")
+    engine: SamplingEngine = Field(
+        "transformers", description="In the sampling actors, or servers that the run launches"
+    )
+    actors: int = Field(
+        1, ge=1, description="Sampling actors, or servers, each with a copy of the student"
+    )
+    max_rows: int = Field(
+        128, ge=1, description="Sequences that one actor or server decodes together"
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="Dead sampling actors that are replaced in a job; servers have theirs"
+    )
+    server: ServerConfig | None = Field(
+        None, description="Of the servers that sample; null takes every default"
+    )
+    devices: Devices | None = Field(
+        None,
+        description="Of the servers, out of student.devices, server.tp_size each: the rest trains; "
+        "null shares them all with training",
+    )
+    weight_sync: Literal["auto", "disk", "tensor", "distributed"] = Field(
+        "auto",
+        description="How weights reach the servers: over files, by handle on the same device, or "
+        "in a process group; auto is disk for SGLang, for LMDeploy what its devices allow",
+    )
+    sync_folder: str | None = Field(
+        None, min_length=1, description="For weights on their way; null is the run directory"
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Train steps by which the weights that sampled a token may be behind those "
+        "that it trains; so many batches are sampled ahead. 0 is exactly on-policy",
+    )
+    over_sampling: float = Field(
+        1.0,
+        ge=1,
+        description="Groups started for a train step, over those that it needs; what is not done "
+        "when the step has enough goes on with the next weights, or expires",
+    )
+
+    @model_validator(mode="after")
+    def _settings_of_servers(self) -> Self:
+        if self.engine == "transformers":
+            given = {"server": self.server, "devices": self.devices}
+            named = [name for name, value in given.items() if value is not None]
+            if self.weight_sync != "auto":
+                named.append("weight_sync")
+            if named:
+                raise ValueError(
+                    f"{', '.join(named)}: only servers have that, and engine is transformers: "
+                    "remove it, or write engine: sglang"
+                )
+        elif self.engine == "lmdeploy" and self.weight_sync == "disk":
+            raise ValueError("weight_sync: LMDeploy reads no weights from disk: write tensor")
+        elif self.engine == "lmdeploy" and self.server and self.server.dtype == "float32":
+            raise ValueError("server.dtype: LMDeploy has no float32; write bfloat16 or float16")
+        if self.devices is not None and len(self.devices) < self.actors * self.tp_size:
+            raise ValueError(
+                f"devices: {len(self.devices)} are too few for {self.actors} servers of "
+                f"{self.tp_size} (server.tp_size) each"
+            )
+        return self
+
+    @property
+    def tp_size(self) -> int:
+        """Devices of one server."""
+        return self.server.tp_size if self.server else 1
+
+    @property
+    def by_servers(self) -> bool:
+        """Whether servers sample, and no actors."""
+        return self.engine != "transformers"
+
+    @property
+    def sync_by(self) -> Literal["disk", "tensor", "distributed"]:
+        """How weights reach the servers."""
+        if self.weight_sync != "auto":
+            return self.weight_sync
+        if self.engine == "sglang":
+            return "disk"
+        return "tensor" if self.devices is None else "distributed"
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every trained token comes from the very weights that it trains."""
+        return self.max_staleness == 0
 
     @property
     def unshaped(self) -> bool:
@@ -161,6 +264,17 @@ class TrainingConfig(Frozen):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
     dual_clip: float = Field(10.0, gt=1)
+    importance_cap: float | None = Field(
+        2.0,
+        gt=0,
+        description="Bound of exp(old_logprobs - rollout_logprobs), by which a token's loss is "
+        "weighed where other weights (sampling.max_staleness) or a server sampled it; null is off",
+    )
+    truncated: TruncatedPolicy = Field(
+        "train",
+        description="Answers cut at max_new_tokens: train them; or train and score none of their "
+        "tokens (mask: the reward counts in its group; drop: as if not sampled)",
+    )
     reference_kl_weight: float = Field(
         0.0, ge=0, description="Of the reverse KL to the student as it was at the start; 0 is off"
     )

@@ -1,8 +1,9 @@
 """The objective of on-policy distillation, in pure torch.
 
 `logprobs` turns hidden states into per-token logprobs (and is the only place that shifts labels),
-`advantages` turns logprobs and rewards into advantages, `loss` turns advantages into a scalar to
-minimise, and `metrics` describes one train step over all ranks.
+`advantages` turns logprobs and rewards into advantages, `importance` weighs tokens that another
+policy sampled, `loss` turns advantages into a scalar to minimise, and `metrics` describes one train
+step over all ranks.
 
 One alignment holds everywhere: index i of a per-token field `[B, T]` describes
 `token_ids[:, i]`, where a row is prompt + response + right padding.
@@ -20,15 +21,18 @@ from opd_core.objective.advantages import (
     opd_advantages,
     reverse_kl,
 )
+from opd_core.objective.importance import ImportanceWeights, importance_weights
 from opd_core.objective.logprobs import token_logprobs
 from opd_core.objective.loss import PolicyLoss, policy_loss
 from opd_core.objective.metrics import gather_tokens, reverse_kl_metrics
 
 __all__ = [
+    "ImportanceWeights",
     "OPDAdvantages",
     "PolicyLoss",
     "gather_tokens",
     "group_relative_advantages",
+    "importance_weights",
     "opd_advantages",
     "policy_loss",
     "reverse_kl",

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 
 
 class PolicyLoss(NamedTuple):
@@ -37,6 +37,7 @@ def policy_loss(
     advantages: Float[Tensor, "B T"],
     response_mask: Bool[Tensor, "B T"],
     valid_tokens: Int[Tensor, ""] | int,
+    importance_weights: Float[Tensor, "B T"] | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     dual_clip: float = 10.0,
@@ -46,7 +47,10 @@ def policy_loss(
     ratio = exp(clamp(logprobs - old_logprobs, -20, 20))
     s     = min(ratio * A, clamp(ratio, 1 - clip_low, 1 + clip_high) * A)
     s     = max(s, dual_clip * A)   where A < 0
-    loss  = -sum(s on the mask) / valid_tokens
+    loss  = -sum(w * s on the mask) / valid_tokens
+
+    w is `importance_weights`, None for 1. It multiplies what the clips have left, so that they
+    bound the step from the old policy, whoever sampled the token.
 
     Sources: PPO (Schulman et al. 2017), dual clip (Ye et al. 2020), asymmetric bounds
     (DAPO, Yu et al. 2025). Only `logprobs` gets a gradient; the other inputs are constants.
@@ -63,7 +67,8 @@ def policy_loss(
         ValueError: shapes that differ, a mask that is not bool, valid_tokens that is negative or
             no scalar, bounds outside 0 <= clip_low <= 1, clip_high >= 0, dual_clip > 1.
     """
-    _check_inputs(response_mask, logprobs, old_logprobs, advantages)
+    weights = () if importance_weights is None else (importance_weights,)
+    _check_inputs(response_mask, logprobs, old_logprobs, advantages, *weights)
     if not (0 <= clip_low <= 1 and clip_high >= 0 and dual_clip > 1):
         raise ValueError(
             "expected 0 <= clip_low <= 1, clip_high >= 0 and dual_clip > 1, got "
@@ -71,15 +76,18 @@ def policy_loss(
         )
     current = torch.where(response_mask, logprobs, 0.0)
     old = torch.where(response_mask, old_logprobs.detach(), 0.0)
-    weight = torch.where(response_mask, advantages.detach(), 0.0)
+    adv = torch.where(response_mask, advantages.detach(), 0.0)
 
-    ratio = (current - old).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-    unclipped = ratio * weight
-    surrogate = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * weight)
-    surrogate = torch.where(weight < 0, torch.maximum(surrogate, dual_clip * weight), surrogate)
+    ratio = (current - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    unclipped = ratio * adv
+    surrogate = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * adv)
+    surrogate = torch.where(adv < 0, torch.maximum(surrogate, dual_clip * adv), surrogate)
+    clipped_tokens = (surrogate != unclipped).sum()
+    if importance_weights is not None:
+        surrogate = surrogate * torch.where(response_mask, importance_weights.detach(), 0.0)
     return PolicyLoss(
         loss=_mean_over(-surrogate.sum(), valid_tokens),
-        clipped_tokens=(surrogate != unclipped).sum(),
+        clipped_tokens=clipped_tokens,
         ratio_sum=torch.where(response_mask, ratio.detach(), 0.0).sum(),
     )
 
@@ -102,6 +110,7 @@ def _check_inputs(response_mask: Tensor, *fields: Tensor) -> None:
     shapes = [tuple(field.shape) for field in (response_mask, *fields)]
     if response_mask.dtype != torch.bool or len(shapes[0]) != 2 or len(set(shapes)) != 1:
         raise ValueError(
-            "expected logprobs, old_logprobs and advantages of the shape [B, T] of a bool "
-            f"response_mask, got a mask of {response_mask.dtype} and shapes (mask first) {shapes}"
+            "expected logprobs, old_logprobs, advantages and any weights of the shape [B, T] of a "
+            f"bool response_mask, got a mask of {response_mask.dtype} and shapes (mask first) "
+            f"{shapes}"
         )

@@ -46,7 +46,7 @@ def run_preflight(config: ExperimentConfig) -> PreflightReport:
     check_data(config, report, tokenizers)
     if never := why_never(config):
         report.problems.append(never)
-    check_functions(config, report)
+    check_functions(config, report, tokenizers)
     check_servers(config, report)
     check_devices(config, report)
     check_room(config, report)

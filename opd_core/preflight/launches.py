@@ -1,35 +1,15 @@
-"""The teacher servers that a run starts."""
+"""The servers that a run starts, and those that it does not."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from urllib.parse import urlsplit
-
-from opd_core.config import Backend, ExperimentConfig, LaunchConfig
+from opd_core.config import ExperimentConfig
+from opd_core.serving.servers import Server, student_servers, teacher_servers
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """One server that this run starts; ``port`` None takes a free one."""
-
-    teacher: str
-    who: str
-    backend: Backend
-    launch: LaunchConfig
-    port: int | None
-
-
-def launches(config: ExperimentConfig) -> list[Launched]:
-    """Every server that this run starts, in the order of the recipe."""
-    found = []
-    for teacher in config.opd.teachers if config.opd else ():
-        for number, replica in enumerate(teacher.all_replicas):
-            if replica.launch is None:
-                continue
-            who = f"teacher {teacher.name!r}" + (f" replica {number}" if number else "")
-            port = urlsplit(replica.endpoint).port if replica.endpoint else replica.launch.port
-            found.append(Launched(teacher.name, who, replica.backend, replica.launch, port))
-    return found
+def launches(config: ExperimentConfig) -> list[Server]:
+    """Every server that this run starts: the teachers' in the order of the recipe, then the
+    student's."""
+    return [*teacher_servers(config.opd), *student_servers(config)]
 
 
 def external_teachers(config: ExperimentConfig) -> list[str]:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opd_core.config import ExperimentConfig
-from opd_core.preflight.launches import launches
 from opd_core.preflight.report import PreflightReport
+from opd_core.serving.servers import teacher_servers
 
 BUSY_GPU_MIB = 1024
 """Memory in use on a device above this is somebody else's work (a bare context takes less)."""
+WEIGHTS_ON_DISK = 2
+"""Copies of the student that lie on their way to its servers: the one in use, and the next."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -30,7 +32,7 @@ def check_devices(config: ExperimentConfig, report: PreflightReport) -> None:
     wanted: list[tuple[str, str]] = []
     if config.ray.address is None:  # on an existing cluster the student's GPUs are elsewhere
         wanted += [("student", device) for device in _gpus(config.student.devices)]
-    for server in launches(config):
+    for server in teacher_servers(config.opd):  # the student's have theirs out of the student's
         devices = _gpus(server.launch.devices)
         if devices and len(devices) < server.launch.tp_size:
             report.problems.append(
@@ -85,20 +87,36 @@ def read_gpus() -> list[Gpu]:
 
 
 def check_room(config: ExperimentConfig, report: PreflightReport) -> None:
-    """The checkpoints fit on disk, and Ray's object store in shared memory."""
-    weights = report.student.weights_bytes if report.student else 0
+    """The checkpoints and the weights on their way to servers fit on disk, and Ray's object store
+    in shared memory."""
     number, size = _checkpoints(config, report)
-    root = config.run.root_dir
-    existing = next(path for path in [root, *root.parents] if path.is_dir())
     saved = report.student.fp32_bytes if report.student else 0
-    free, needed = shutil.disk_usage(existing).free, saved + number * size + 2**28
-    if free < needed:
+    on_their_way = _on_their_way(config, report)
+    needed = saved + number * size + 2**28
+    told = (
+        f"the student of {saved / 2**30:.1f} GiB and up to {number} checkpoints of "
+        f"{size / 2**30:.1f} GiB each"
+    )
+    if config.sampling.sync_folder is None:
+        needed += on_their_way
+        if on_their_way:
+            told += f", {on_their_way / 2**30:.1f} GiB of weights on their way to its servers"
+    elif (free := _free(Path(config.sampling.sync_folder))) < on_their_way:
+        report.problems.append(
+            f"sampling.sync_folder {config.sampling.sync_folder}: {free / 2**30:.1f} GiB free, the "
+            f"weights on their way to the student's servers need {on_their_way / 2**30:.1f} GiB; "
+            "free some, or name another folder"
+        )
+    root = config.run.root_dir
+    if (free := _free(root)) < needed:
         report.problems.append(
             f"{root}: {free / 2**30:.1f} GiB free, this run needs about {needed / 2**30:.1f} GiB "
-            f"(the student of {saved / 2**30:.1f} GiB and up to {number} checkpoints of "
-            f"{size / 2**30:.1f} GiB each); free some, lower training.keep_checkpoints, or set "
-            "run.root"
+            f"({told}); free some, lower training.keep_checkpoints, or set run.root"
         )
+    _check_shared_memory(config, report)
+
+
+def _check_shared_memory(config: ExperimentConfig, report: PreflightReport) -> None:
     if config.ray.address is not None:
         return
     store = config.ray.object_store_mb * 2**20
@@ -107,11 +125,28 @@ def check_room(config: ExperimentConfig, report: PreflightReport) -> None:
             f"{SHARED_MEMORY}: {free / 2**20:.0f} MiB free, Ray's object store needs "
             f"{store / 2**20:.0f} MiB; enlarge it, or lower ray.object_store_mb"
         )
-    if store < 2 * weights:
+    weights = report.student.weights_bytes if report.student else 0
+    if config.sampling_actors and store < 2 * weights:
         report.warnings.append(
             f"ray.object_store_mb {config.ray.object_store_mb} holds fewer than two copies of the "
             "student's weights; weight sync may spill to disk"
         )
+
+
+def _free(folder: Path) -> int:
+    """Bytes free where a folder is, or will be."""
+    folder = folder.absolute()
+    return shutil.disk_usage(next(path for path in [folder, *folder.parents] if path.is_dir())).free
+
+
+def _on_their_way(config: ExperimentConfig, report: PreflightReport) -> int:
+    """Bytes of the weights that lie on disk for the student's servers, in the student's dtype."""
+    if report.student is None or not config.sampling.by_servers:
+        return 0
+    if config.sampling.sync_by != "disk":
+        return 0
+    size = report.student.fp32_bytes
+    return WEIGHTS_ON_DISK * (size if config.student.dtype == "float32" else size // 2)
 
 
 def _checkpoints(config: ExperimentConfig, report: PreflightReport) -> tuple[int, int]:

@@ -7,9 +7,10 @@ from opd_core.data import Row
 from opd_core.errors import DataError, PreflightError
 from opd_core.preflight.facts import LoadTokenizer, ModelFacts, read_model_facts
 from opd_core.preflight.items import TeacherServer, build_card, student_context_problem
-from opd_core.preflight.launches import Launched, external_teachers, launches
+from opd_core.preflight.launches import external_teachers
 from opd_core.preflight.renderings import Rendered, Rendering, choose_rows, render, sample_rows
 from opd_core.preflight.report import PreflightReport
+from opd_core.serving.servers import Server, needed_context, student_servers, teacher_servers
 
 
 def check_models(
@@ -22,9 +23,12 @@ def check_models(
         report.problems.append(str(error))
     else:
         _check_student(config, report.student, report, tokenizers)
+    if problem := _context_of_samplers(config, report.student):
+        report.problems.append(problem)
     rows = _rows(config) if report.student else []
     checked: set[tuple[object, ...]] = set()
-    for server in launches(config):
+    for server in teacher_servers(config.opd):
+        assert server.teacher is not None
         try:
             facts = read_model_facts(server.launch.model, server.who, tokenizers)
         except PreflightError as error:
@@ -67,6 +71,22 @@ def _check_student(
         )
 
 
+def _context_of_samplers(config: ExperimentConfig, student: ModelFacts | None) -> str:
+    """What is wrong with the context of the student's servers; empty where nothing is known to
+    be. All of them are launched alike."""
+    for server in student_servers(config)[:1]:
+        needed, given = needed_context(config, server.backend), server.launch.context_length or 0
+        own = (student and student.context_length) or given
+        if own >= _needed_tokens(config) and not needed <= given <= own:
+            return (
+                f"the student's servers: their context of {given} tokens has to hold {needed} "
+                f"(data.max_prompt_tokens + sampling.max_new_tokens + "
+                f"{CONTEXT_MARGIN[server.backend]} kept back by {server.backend}), and the model's "
+                f"own is {own}: lower one of them, or mend sampling.server.context_length"
+            )
+    return ""
+
+
 def _rows(config: ExperimentConfig) -> list[Row]:
     try:
         return sample_rows(config.data.train)
@@ -94,7 +114,7 @@ def _render(
     )
 
 
-def _launched(server: Launched, facts: ModelFacts) -> TeacherServer:
+def _launched(server: Server, facts: ModelFacts) -> TeacherServer:
     context = server.launch.context_length or facts.context_length
     margin = CONTEXT_MARGIN[server.backend]
     return TeacherServer(server.who, server.backend, facts, context, margin)

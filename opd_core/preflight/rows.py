@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-from opd_core.agent_loop.judging import import_function
+from opd_core.agent_loop.functions import import_function
+from opd_core.agent_loop.tools import stop_ids_of
 from opd_core.config import ExperimentConfig
 from opd_core.data import count_data_sources, iter_rows
 from opd_core.errors import ConfigError, DataError
@@ -41,13 +42,16 @@ def check_data(
         _make_proof(config, report, tokenizers)
 
 
-def check_functions(config: ExperimentConfig, report: PreflightReport) -> None:
-    """Import the judge and the filter, as the run will."""
+def check_functions(
+    config: ExperimentConfig, report: PreflightReport, tokenizers: LoadTokenizer
+) -> None:
+    """Import the judge, the filter and the tool, as the run will, and find the tool's tokens."""
     task = config.task
     named = {
         "task.judge": task.judge,
         "task.batch_judge": task.batch_judge,
         "task.filter_func": task.filter_func,
+        "task.tool": task.tool,
     }
     for key, path in named.items():
         if path is None:
@@ -56,6 +60,11 @@ def check_functions(config: ExperimentConfig, report: PreflightReport) -> None:
             import_function(path)
         except ConfigError as error:
             report.problems.append(f"{key}: {error}")
+    if task.tool_stop and report.student is not None:  # else told by the model check
+        try:
+            stop_ids_of(task.tool_stop, tokenizers(config.student.model))
+        except ConfigError as error:
+            report.problems.append(str(error))
 
 
 def _scan(path: str, report: PreflightReport) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What the teacher servers need: an interpreter that has the server, and a port each."""
+"""What the servers need: an interpreter that has the server, and a port each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 from opd_core.config import ExperimentConfig
 from opd_core.lifecycle.ports import port_is_free
-from opd_core.preflight.launches import Launched, launches
+from opd_core.preflight.launches import launches
 from opd_core.preflight.report import PreflightReport
+from opd_core.serving.servers import Server
 
 HERE = frozenset({"127.0.0.1", "localhost", "::1", socket.gethostname()})
 SERVER_MODULE = {"sglang": "sglang", "lmdeploy": "lmdeploy"}
@@ -27,7 +28,7 @@ def check_servers(config: ExperimentConfig, report: PreflightReport) -> None:
     for port, servers_there in sorted(ports.items()):
         if servers_there > 1:
             report.problems.append(
-                f"port {port} is given to {servers_there} teacher servers: change all but one, or "
+                f"port {port} is given to {servers_there} servers: change all but one, or "
                 "leave the port out (a free one is then taken)"
             )
         if not port_is_free(port):
@@ -49,13 +50,15 @@ def _check_reach(config: ExperimentConfig, report: PreflightReport) -> None:
         )
 
 
-def _check_interpreter(server: Launched, report: PreflightReport) -> None:
+def _check_interpreter(server: Server, report: PreflightReport) -> None:
     python, module = server.launch.python, SERVER_MODULE.get(server.backend)
     if python is not None:
         if shutil.which(python) is None:
-            report.problems.append(f"{server.who}: launch.python {python!r} is not executable")
+            report.problems.append(
+                f"{server.who}: {server.settings}.python {python!r} is not executable"
+            )
     elif module is not None and importlib.util.find_spec(module) is None:
         report.problems.append(
             f"{server.who}: {server.backend} is not installed here; it needs an environment of its "
-            "own: set launch.python to that environment's interpreter"
+            f"own: set {server.settings}.python to that environment's interpreter"
         )

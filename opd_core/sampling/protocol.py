@@ -3,42 +3,57 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One completion to sample. ``key`` comes back with it; ``seed`` fixes its randomness whatever
-    else is in the batch."""
+    """One continuation to sample.
+
+    ``key`` is the rollout's group id and index: a group keeps to one engine. ``token_ids`` are the
+    prompt and all of the response so far; ``drawn`` is how many of those tokens this rollout's
+    random stream has given, so that a rollout which is continued draws on. ``seed`` fixes its
+    randomness whatever else is in the batch (in-process engine; servers draw their own).
+    ``stop_ids`` end it beside the student's end tokens.
+    """
 
     key: tuple[int, int]
-    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
     seed: int
     max_new_tokens: int
     temperature: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    drawn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """R sampled tokens with the logprob that the engine sampled each of them from (temperature 1
-    scale, fp32 log-softmax), and why it ended: ``stop`` or ``length``."""
+    """R sampled tokens, the logprob that the engine sampled each of them from (temperature 1 scale,
+    fp32 log-softmax), the policy version of the weights that did, and why it ended: ``stop`` (an
+    end token or one of ``stop_ids``, which is its last token), ``length``, or ``abort`` (the engine
+    was interrupted; R may be 0)."""
 
-    key: tuple[int, int]
     response_ids: tuple[int, ...]
     rollout_logprobs: tuple[float, ...]
-    finish_reason: str
-    policy_version: int
+    policy_versions: tuple[int, ...]
+    finish_reason: FinishReason
 
 
 class Sampler(Protocol):
     """An engine, or several behind one name."""
 
-    def sample(self, requests: Sequence[SampleRequest]) -> AsyncIterator[list[Completion]]:
-        """Completions as they finish, in any order, each request exactly once.
+    async def ready(self) -> int:
+        """Wait while weights are being synced; the policy version that samples now."""
+        ...
 
-        Raises :class:`opd_core.errors.SamplingError` if the engine is lost.
+    async def sample(self, request: SampleRequest) -> Completion:
+        """One completion; waits while weights are being synced. Many are asked for at once.
+
+        An engine that dies costs time and nothing else: its requests go to another one. Raises
+        :class:`opd_core.errors.SamplingError` if none is left.
         """
         ...
 

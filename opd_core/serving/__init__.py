@@ -1,5 +1,6 @@
-"""Teacher servers: launching them, proving that they score, and the embedded one.
+"""Servers: launching them, proving that teachers score, and the embedded teacher.
 
+servers.py       the servers that a run starts: the teachers', and those that sample the student
 commands.py      how each backend's server is started and stopped
 keyed_launch.py  starts a server with its key inside the process, out of the command line
 child.py         a server as an order to the supervisor

@@ -1,4 +1,4 @@
-"""Signs of life of a teacher server during a run: its health, and that it answers when asked.
+"""Signs of life of a server during a run: its health, and that it answers when asked.
 
 Neither is enough alone. A health check can time out under long prefills while the server works,
 and can say "ok" while nothing is scored any more.
@@ -16,6 +16,12 @@ from opd_core.scoring.state import ReplicaState, ScoringState
 from opd_core.serving.readiness import HEALTH_PATH, PROBE_TIMEOUT_S
 
 PROBE_EVERY_S = 5.0
+HANG_LIMIT_S = 300.0
+"""How long a server that samples the student may be without health."""
+HEALTH_WITHOUT_ENGINE: frozenset[Backend] = frozenset({"lmdeploy"})
+"""Backends whose health may be asked for while the student trains. SGLang's samples a token: that
+breaks a server which is taking in weights or has given its memory away. It ends by itself when its
+engine dies, and when a forward hangs; LMDeploy does not, and tells what it knows of its engine."""
 
 
 class HealthWatch:

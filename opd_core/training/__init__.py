@@ -21,7 +21,12 @@ The loop and what it leaves on disk:
 ``assembly``    puts the loop together; ``local``: its organs in one process
 
 On Ray:
-``actors``      sampling and training actors; ``handles``: these behind the loop's protocols
+``actors``      sampling and training actors; ``handles``: training actors behind the loop's
+protocol
+``ray_sampler`` sampling actors behind the protocol of an engine; ``ticket_sampler``: what is not
+Ray's in it; ``engine_thread``: an engine that decodes in a thread
+``served_student`` the engine over the student's servers; ``weight_push``, ``weight_buckets``: how
+weights reach them other than over files
 ``placement``   where the actors live
 ``leases``      one limit for several agent loops
 ``driver``      the Ray job: builds everything from a run directory and runs the loop

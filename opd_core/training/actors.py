@@ -2,60 +2,80 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import ray
 import torch
+import transformers
 from torch import Tensor
 
-from opd_core.config import ExperimentConfig
+from opd_core.config import Backend, ExperimentConfig
 from opd_core.errors import SamplingError
 from opd_core.sampling.protocol import Completion, SampleRequest
 from opd_core.sampling.transformers_engine import TransformersEngine
 from opd_core.training import models, sharding
 from opd_core.training.batch import TrainBatch
-from opd_core.training.learner import Learner, is_out_of_memory
+from opd_core.training.engine_thread import Engine, EngineThread, Ticketed
+from opd_core.training.learner import Learner
+from opd_core.training.weight_buckets import Bucket, HeldWeights, MeetingPoint
 
 
 class SamplingActor:
-    """A copy of the student that samples."""
+    """A copy of the student that samples, in a thread; calls are answered while it does."""
 
-    def __init__(self, config: ExperimentConfig) -> None:
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        make_engine: Callable[[ExperimentConfig], Engine] | None = None,
+    ) -> None:
         _settle(config)
-        tokenizer = models.load_tokenizer(config.student.model)
-        model = models.load_model(
-            config.student.model, config.student.dtype, models.pick_device(config.student)
-        ).requires_grad_(False)
-        self._engine = TransformersEngine(
-            model,
-            end_ids=models.end_ids(model, tokenizer),
-            pad_id=models.pad_id(tokenizer),
-            max_rows=config.sampling.max_rows,
-        )
+        engine = (make_engine or _student_engine)(config)
+        self._device = str(engine.device)
+        self._finished: list[tuple[int, Completion]] = []
+        self._failure: SamplingError | None = None
+        self._news = asyncio.Event()
+        self._thread = EngineThread(engine, self._deliver, self._fail)
 
-    def ready(self) -> str:
+    async def ready(self) -> str:
         """The device, once the model is loaded."""
-        return str(self._engine.device)
+        return self._device
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[list[Completion]]:
-        """Stream completions as they finish. Raises :class:`SamplingError` if memory runs out."""
-        try:
-            yield from self._engine.sample(requests)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise SamplingError(
-                f"out of memory on {self._engine.device} while sampling "
-                f"({str(error).splitlines()[0][:200]}): lower sampling.max_rows (now "
-                f"{self._engine.max_rows}) or sampling.max_new_tokens"
-            ) from None
+    async def submit(self, asked: Sequence[tuple[int, SampleRequest]]) -> None:
+        """Take requests with their tickets."""
+        self._thread.submit(asked)
 
-    def load_weights(self, weights: dict[str, Tensor], policy_version: int) -> int:
-        """Take over the student's weights."""
-        self._engine.load_weights(weights, policy_version)
+    async def completions(self) -> AsyncIterator[list[tuple[int, Completion]]]:
+        """All completions with their tickets as they finish, without an end; for one listener.
+
+        Raises :class:`SamplingError` if the engine fails.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._failure is not None:
+                raise self._failure
+            finished, self._finished = self._finished, []
+            yield finished
+
+    async def interrupt(self, before: int) -> None:
+        """Let all requests with tickets below ``before`` be completions as they are."""
+        await self._thread.interrupt(before)
+
+    async def load_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> int:
+        """Take over the student's weights; their version."""
+        await self._thread.load_weights(weights, policy_version)
         return policy_version
+
+    def _deliver(self, finished: Ticketed) -> None:
+        self._finished += finished
+        self._news.set()
+
+    def _fail(self, error: SamplingError) -> None:
+        self._failure = error
+        self._news.set()
 
 
 class TrainingActor:
@@ -93,6 +113,7 @@ class TrainingActor:
             config.opd,
             device=models.pick_device(config.student),
             seed=config.seed,
+            importance_cap=config.importance_cap,
         )
         return self._learner.why_padded or ""
 
@@ -109,6 +130,39 @@ class TrainingActor:
         """Write the student in Hugging Face format."""
         self._learner.save(Path(path))
 
+    def save_weights(self, path: str) -> None:
+        """Write the weights as servers read them."""
+        self._learner.save_weights(Path(path))
+
+    def hold_weights(self) -> tuple[Bucket, ...]:
+        """Keep the weights as they are now, for servers that take them from here."""
+        self._held = HeldWeights(self._learner.served_weights(), self._learner.device)
+        return self._held.buckets
+
+    def lend_bucket(self, number: int, backend: Backend) -> dict[str, str]:
+        """What opens a bucket on this rank's device, or on its host."""
+        return self._held.lend(number, backend)
+
+    def give_back_bucket(self) -> None:
+        """Free what was lent last."""
+        self._held.give_back()
+
+    def meeting_point(self) -> MeetingPoint:
+        """Where this rank would open a process group."""
+        return self._held.meeting_point(self.address())
+
+    def join_group(self, meeting: MeetingPoint, world_size: int) -> None:
+        """Open it, and wait for the servers."""
+        self._held.join(meeting, world_size)
+
+    def broadcast_bucket(self, number: int) -> None:
+        """Send a bucket to them."""
+        self._held.broadcast(number)
+
+    def leave_group(self) -> None:
+        """Close it."""
+        self._held.leave()
+
     def start_checkpoint(self, folder: str) -> None:
         """Begin to write this rank's part."""
         self._learner.start_checkpoint(Path(folder))
@@ -122,8 +176,21 @@ class TrainingActor:
         self._learner.restore(Path(folder))
 
 
+def _student_engine(config: ExperimentConfig) -> TransformersEngine:
+    tokenizer = models.load_tokenizer(config.student.model)
+    device = models.pick_device(config.student)
+    model = models.load_model(config.student.model, config.student.dtype, device)
+    return TransformersEngine(
+        model.requires_grad_(False),
+        end_ids=models.end_ids(model, tokenizer),
+        pad_id=models.pad_id(tokenizer),
+        max_rows=config.sampling.max_rows,
+    )
+
+
 def _settle(config: ExperimentConfig) -> None:
-    """What holds for torch in every actor."""
+    """What holds for torch and transformers in every actor."""
+    transformers.utils.logging.disable_progress_bar()  # one for every weight sync
     torch.set_num_threads(config.student.cpu_threads)
     # Only a warning where a GPU has no such kernel (the sampler's sum over the vocabulary).
     torch.use_deterministic_algorithms(config.deterministic, warn_only=True)

@@ -13,11 +13,14 @@ from typing import Any, Protocol
 
 from opd_core.agent_loop.collect import Collector
 from opd_core.agent_loop.evaluation import Evaluation, evaluate
-from opd_core.agent_loop.judging import JudgeRunner, import_function
+from opd_core.agent_loop.functions import import_function
+from opd_core.agent_loop.judging import JudgeRunner
 from opd_core.agent_loop.loop import AgentLoop, LoopSettings
 from opd_core.agent_loop.parking import ParkingLot
 from opd_core.agent_loop.prompts import PromptQueue
 from opd_core.agent_loop.replay_buffer import ReplayBuffer
+from opd_core.agent_loop.tools import ToolRunner, stop_ids_of
+from opd_core.agent_loop.turns import Turns
 from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.data import load_prompts
 from opd_core.errors import TrainingError
@@ -36,7 +39,7 @@ from opd_core.training.files import (
     SCORING_FILE,
     TEACHERS_FILE,
 )
-from opd_core.training.loop import LearnerHandle, SamplerHandle, TrainLoop
+from opd_core.training.loop import LearnerHandle, SamplerHandle, Sleeper, TrainLoop
 from opd_core.training.models import load_tokenizer
 from opd_core.training.step_log import StepLog
 from opd_core.training.step_records import StepRecords
@@ -56,10 +59,11 @@ async def build_loop(
     learner: LearnerHandle,
     exits: AsyncExitStack,
     environ: Mapping[str, str],
+    sleeper: Sleeper | None = None,
 ) -> tuple[TrainLoop, dict[str, int]]:
     """The loop, and the counts of prompts read and left out. What must be closed is put on
-    ``exits``. Teacher keys are taken from ``environ``; raises :class:`TrainingError` for one
-    that is not there."""
+    ``exits``; ``sleeper`` is the sampler where it shares its device with training. Teacher keys
+    are taken from ``environ``; raises :class:`TrainingError` for one that is not there."""
     tokenizer = load_tokenizer(config.student.model)
     data = load_prompts(config.data.train, tokenizer, config.data.max_prompt_tokens)
 
@@ -71,28 +75,44 @@ async def build_loop(
         exits.enter_context(JudgeRunner(path, task.judge_timeout_s)) if path else None
         for path in (task.judge, task.batch_judge)
     )
+    turns = _turns(config, tokenizer, exits, decode)
     sampling = config.sampling
     parking = ParkingLot(run_dir / PARKED_FOLDER)
     teachers = await _teachers(config, run_dir, parking, exits, environ)
     loop = AgentLoop(
-        LoopSettings(task.group_size, sampling.max_new_tokens, config.seed, sampling.temperature),
+        LoopSettings(
+            task.group_size,
+            sampling.max_new_tokens,
+            config.seed,
+            sampling.temperature,
+            sampling.max_staleness,
+            config.training.truncated,
+        ),
         sampler=sampler,
         decode=decode,
         scorer=teachers,
         judge=judge,
         batch_judge=batch_judge,
         filter_func=import_function(task.filter_func) if task.filter_func else None,
+        turns=turns,
         in_order=config.deterministic,
     )
     collector = Collector(
         PromptQueue(data.prompts, seed=config.seed, max_requeue=task.max_requeue),
         loop,
-        ReplayBuffer(needs_scores=config.opd is not None, needs_rewards=config.task_adv_weight > 0),
+        ReplayBuffer(
+            needs_scores=config.opd is not None,
+            needs_rewards=config.task_adv_weight > 0,
+            truncated=config.training.truncated,
+        ),
         groups_per_step=config.training.prompts_per_step,
         limit=config.groups_per_step_limit,
+        max_staleness=sampling.max_staleness,
+        over_sampling=sampling.over_sampling,
         teachers=teachers,
         on_group=_tell_lost,
     )
+    exits.push_async_callback(collector.aclose)
     if config.deterministic:
         # Who was parked depends on when the teacher went away; a step sampled anew does not.
         shutil.rmtree(run_dir / PARKED_FOLDER, ignore_errors=True)
@@ -116,8 +136,34 @@ async def build_loop(
             keep=training.keep_checkpoints,
             keep_every=training.keep_every,
         ),
-        evaluate=_evaluator(config, tokenizer, judge, batch_judge, sampler=sampler, decode=decode),
+        evaluate=_evaluator(
+            config, tokenizer, judge, batch_judge, sampler=sampler, decode=decode, turns=turns
+        ),
+        sleeper=sleeper,
     ), counts
+
+
+def _turns(
+    config: ExperimentConfig,
+    tokenizer: Any,
+    exits: AsyncExitStack,
+    decode: Callable[[Sequence[int]], str],
+) -> Turns | None:
+    task = config.task
+    if task.tool is None:
+        return None
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    return Turns(
+        exits.enter_context(ToolRunner(task.tool, task.judge_timeout_s)),
+        stop_ids_of(task.tool_stop, tokenizer),
+        encode,
+        decode,
+        task.max_turns,
+    )
 
 
 def _hash_of(prompts: Sequence[Prompt]) -> str:

@@ -36,6 +36,7 @@ from opd_core.training.files import (
     MODEL_CARD_FILE,
     RESULT_FILE,
     RUN_FILE,
+    SAMPLERS_FILE,
     SCORING_FILE,
     SUMMARY_FILE,
     TEACHERS_FILE,
@@ -50,6 +51,7 @@ OF_ONE_ATTEMPT = (
     SUMMARY_FILE,
     MODEL_CARD_FILE,
     TEACHERS_FILE,
+    SAMPLERS_FILE,
     SCORING_FILE,
     LOGS_FOLDER,
     # Last: while it is there, a move that was broken off can be taken up again.

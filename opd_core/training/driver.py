@@ -50,12 +50,11 @@ def main() -> int:
 
 
 def _failed(error: Exception) -> RunResult:
-    from opd_core.errors import ActorLost
+    from opd_core.errors import ActorLost, SamplersLost
     from opd_core.training.results import RunResult
 
-    return RunResult(
-        "failed", type(error).__name__, str(error), restartable=isinstance(error, ActorLost)
-    )
+    restartable = isinstance(error, ActorLost | SamplersLost)
+    return RunResult("failed", type(error).__name__, str(error), restartable=restartable)
 
 
 @contextmanager
@@ -84,13 +83,29 @@ async def run_training(config: ExperimentConfig, run_dir: Path) -> RunResult:
     from opd_core.training import placement
     from opd_core.training.assembly import build_loop
     from opd_core.training.results import RunResult
+    from opd_core.training.served_student import served_student
 
     started = time.perf_counter()
     placement.connect()
-    sampler, learner = await placement.start_actors(config)
+    sampling_actors, learner = await placement.start_actors(config)
     seconds = {"actors_start": time.perf_counter() - started}
     async with AsyncExitStack() as exits:
-        loop, prompts = await build_loop(config, run_dir, sampler, learner, exits, os.environ)
+        servers = None
+        if config.sampling.by_servers:
+            servers = await exits.enter_async_context(served_student(config, run_dir))
+        if sampling_actors is not None:
+            exits.callback(sampling_actors.close)
+        sampler = servers or sampling_actors
+        assert sampler is not None  # there are actors where there are no servers
+        loop, prompts = await build_loop(
+            config,
+            run_dir,
+            sampler,
+            learner,
+            exits,
+            os.environ,
+            sleeper=servers if config.shares_gpus else None,
+        )
         # What was imported is a million objects that the collector would walk at long answers.
         gc.collect()
         gc.freeze()

@@ -1,77 +1,28 @@
-"""Ray actors behind the protocols that the train loop knows.
+"""The training actors behind the protocol that the train loop knows.
 
-Ray sees batches: one call a train step for the ranks, one stream a train step for the samplers.
-Weights travel through the object store by reference; the driver never holds them.
+Ray sees batches: one call a train step for the ranks. Weights travel through the object store by
+reference; the driver never holds them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from opd_core.errors import ActorLost, OPDError, SamplingError, TrainingError
-from opd_core.sampling.protocol import Completion, SampleRequest
+from opd_core.config import Backend
+from opd_core.errors import ActorLost, OPDError, TrainingError
 from opd_core.training.batch import TrainBatch
+from opd_core.training.weight_buckets import Bucket, MeetingPoint
 
 logger = logging.getLogger(__name__)
 
 DEATH_TOLD_WITHIN_S = 10.0
-
-
-class RaySampler:
-    """Sampling actors behind the :class:`~opd_core.sampling.protocol.Sampler` protocol."""
-
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self._actors = actors
-
-    async def sample(self, requests: Sequence[SampleRequest]) -> AsyncIterator[list[Completion]]:
-        """Completions of all actors as they finish; a group stays on one actor.
-
-        Raises :class:`ActorLost` as soon as one actor dies, :class:`SamplingError` if one fails.
-        """
-        queue: asyncio.Queue[list[Completion] | Exception | None] = asyncio.Queue()
-
-        async def pump(actor: Any, share: list[SampleRequest]) -> None:
-            try:
-                async for reference in actor.sample.remote(share):
-                    await queue.put(await reference)
-                await queue.put(None)
-            except Exception as error:  # raised where the completions are read
-                await queue.put(error)
-
-        count = len(self._actors)
-        shares = [[r for r in requests if r.key[0] % count == i] for i in range(count)]
-        pumps = [
-            asyncio.create_task(pump(actor, share))
-            for actor, share in zip(self._actors, shares, strict=True)
-            if share
-        ]
-        try:
-            running = len(pumps)
-            while running:
-                item = await queue.get()
-                if item is None:
-                    running -= 1
-                elif isinstance(item, RayError):
-                    raise _sampling_error(item) from None
-                elif isinstance(item, Exception):
-                    raise item
-                else:
-                    yield item
-        finally:
-            for task in pumps:
-                task.cancel()
-
-    async def load_weights(self, weights: Any, policy_version: int) -> None:
-        """Give all actors the weights behind an object reference."""
-        loads = [actor.load_weights.remote(weights, policy_version) for actor in self._actors]
-        await all_of(loads, "syncing weights to the sampling actors")
 
 
 class RayLearner:
@@ -107,6 +58,44 @@ class RayLearner:
         await self._each("save", str(path), doing="saving the student")
         return path
 
+    async def save_weights(self, path: Path) -> Path:
+        """Let rank 0 write the weights as servers read them."""
+        await self._each("save_weights", str(path), doing="writing the weights")
+        return path
+
+    async def hold_weights(self) -> tuple[Bucket, ...]:
+        """Let rank 0 keep the weights as they are now, for servers that take them from there."""
+        held: tuple[Bucket, ...] = (
+            await self._each("hold_weights", doing="gathering the weights")
+        )[0]
+        return held
+
+    async def lend_bucket(self, number: int, backend: Backend) -> Mapping[str, str]:
+        """What opens a bucket, by the device that it is on."""
+        parts = await self._each("lend_bucket", number, backend, doing="lending the weights")
+        return {device: handle for lent in parts for device, handle in lent.items()}
+
+    async def give_back_bucket(self) -> None:
+        """Free what was lent last."""
+        await self._each("give_back_bucket", doing="freeing lent weights")
+
+    async def meeting_point(self) -> MeetingPoint:
+        """Where rank 0 would open a process group."""
+        meeting: MeetingPoint = await self._first("meeting_point", doing="meeting the servers")
+        return meeting
+
+    async def join_group(self, meeting: MeetingPoint, world_size: int) -> None:
+        """Let rank 0 open it and wait for the servers. Raises :class:`SamplingError`."""
+        await self._first("join_group", meeting, world_size, doing="meeting the servers")
+
+    async def broadcast_bucket(self, number: int) -> None:
+        """Let rank 0 send a bucket to them. Raises :class:`SamplingError`."""
+        await self._first("broadcast_bucket", number, doing="sending the weights")
+
+    async def leave_group(self) -> None:
+        """Let rank 0 close it."""
+        await self._first("leave_group", doing="leaving the servers")
+
     async def start_checkpoint(self, folder: Path) -> None:
         """Let every rank begin to write its part."""
         await self._each("start_checkpoint", str(folder), doing="starting a checkpoint")
@@ -119,8 +108,12 @@ class RayLearner:
         """Let every rank take its part of a checkpoint."""
         await self._each("restore", str(folder), doing="loading a checkpoint")
 
-    async def _each(self, method: str, *arguments: str, doing: str) -> None:
-        await all_of([getattr(actor, method).remote(*arguments) for actor in self._actors], doing)
+    async def _each(self, method: str, *arguments: Any, doing: str) -> list[Any]:
+        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        return await all_of(calls, doing)
+
+    async def _first(self, method: str, *arguments: Any, doing: str) -> Any:
+        return (await all_of([getattr(self._actors[0], method).remote(*arguments)], doing))[0]
 
 
 async def all_of(references: Sequence[Any], doing: str) -> list[Any]:
@@ -131,8 +124,8 @@ async def all_of(references: Sequence[Any], doing: str) -> list[Any]:
         return list(await asyncio.gather(*calls))
     except RayError as error:
         if (dead := await _death(calls)) is not None:
-            raise ActorLost(f"{doing}: an actor died: {_plain(dead)}") from None
-        raise _own_error(error) or TrainingError(f"{doing}: {_plain(error)}") from None
+            raise ActorLost(f"{doing}: an actor died: {plain(dead)}") from None
+        raise own_error(error) or TrainingError(f"{doing}: {plain(error)}") from None
 
 
 async def _death(calls: Sequence[asyncio.Future[Any]]) -> RayActorError | None:
@@ -140,24 +133,18 @@ async def _death(calls: Sequence[asyncio.Future[Any]]) -> RayActorError | None:
     at once, and Ray takes a while to tell. Not where an actor said what is wrong."""
     await asyncio.wait(calls, timeout=0)
     failed = [call.exception() for call in calls if call.done()]
-    if not any(isinstance(error, RayError) and _own_error(error) for error in failed):
+    if not any(isinstance(error, RayError) and own_error(error) for error in failed):
         await asyncio.wait(calls, timeout=DEATH_TOLD_WITHIN_S)
     failed = [call.exception() for call in calls if call.done()]
     return next((error for error in failed if isinstance(error, RayActorError)), None)
 
 
-def _sampling_error(error: RayError) -> OPDError:
-    if isinstance(error, RayActorError):
-        return ActorLost(f"a sampling actor died: {_plain(error)}")
-    return _own_error(error) or SamplingError(f"a sampling actor failed: {_plain(error)}")
-
-
-def _own_error(error: RayError) -> OPDError | None:
+def own_error(error: RayError) -> OPDError | None:
     """The error of this project that an actor raised, if it was one."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, OPDError) else None
 
 
-def _plain(error: RayError) -> str:
-    """The last lines of a Ray error: the actor's own words."""
+def plain(error: Exception) -> str:
+    """The last lines of an error: of Ray's, the actor's own words."""
     return "\n".join(str(error).strip().splitlines()[-12:])

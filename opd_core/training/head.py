@@ -43,8 +43,8 @@ def head_command(
     config: ExperimentConfig, ports: tuple[int, ...], temp_dir: Path, token_file: Path
 ) -> HeadCommand:
     """The head for a run; ``ports`` as many as :data:`PORT_FLAGS`."""
-    gpus = [device for device in config.student.devices if not device.startswith("cpu")]
-    cpus = config.ray.num_cpus or config.training.actors + config.sampling.actors + 1
+    gpus = [device for device in config.training_devices if not device.startswith("cpu")]
+    cpus = config.ray.num_cpus or config.training.actors + config.sampling_actors + 1
     argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     argv += ["--node-ip-address", LOOPBACK, "--dashboard-host", LOOPBACK]
     for flag, port in zip(PORT_FLAGS, ports, strict=True):

@@ -25,16 +25,17 @@ from torch.distributed.fsdp import FSDPModule
 from opd_core.config import OPDConfig, StudentConfig, TrainingConfig
 from opd_core.errors import TrainingError
 from opd_core.objective.advantages import OPDAdvantages, opd_advantages, reverse_kl
+from opd_core.objective.importance import ImportanceWeights, importance_weights
 from opd_core.objective.loss import policy_loss
 from opd_core.training import lora
 from opd_core.training.attention import use_packed_attention, why_not_packed
 from opd_core.training.batch import MiniBatch, TrainBatch
 from opd_core.training.checkpoint import Checkpointer
-from opd_core.training.models import pad_id, save_model
+from opd_core.training.models import checkpoint_state, pad_id, save_model, save_weights
 from opd_core.training.packing import MicroBatch, collate, plan
 from opd_core.training.policy import StudentPolicy
 from opd_core.training.schedule import learning_rate_factor
-from opd_core.training.sharding import rank_and_ranks, shard, whole, whole_state
+from opd_core.training.sharding import rank_and_ranks, shard, tied_names, whole, whole_state
 from opd_core.training.step_statistics import StepStatistics
 
 MakeOptimizer = Callable[[list[nn.Parameter], TrainingConfig], torch.optim.Optimizer]
@@ -44,8 +45,9 @@ class Learner:
     """Holds this rank's part of the student and its optimizer.
 
     ``model`` is in float32, whole; where ranks have joined it is sharded over them here, on
-    ``device``. Making a learner, and all of its methods, are collectives. ``make_optimizer`` is a
-    seam: AdamW unless given.
+    ``device``. Making a learner, and all of its methods, are collectives. ``importance_cap`` bounds
+    the tokens' importance weights; without it they are 1. ``make_optimizer`` is a seam: AdamW
+    unless given.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Learner:
         *,
         device: torch.device,
         seed: int = 0,
+        importance_cap: float | None = None,
         make_optimizer: MakeOptimizer | None = None,
     ) -> None:
         self.model = model.train()
@@ -66,6 +69,7 @@ class Learner:
         self._student = student
         self._training = training
         self._opd = opd
+        self._importance_cap = importance_cap
         self._rank, self._ranks = rank_and_ranks()
         self.why_padded = why_not_packed(model.config) if training.packing else "packing is off"
         self._packed = self.why_padded is None
@@ -77,6 +81,7 @@ class Learner:
         if training.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         self._policy = self._placed(model)
+        self._tied = tied_names(model.state_dict(keep_vars=True))
         self._parameters = [p for p in self._policy.parameters() if p.requires_grad]
         self._optimizer = (make_optimizer or adamw)(self._parameters, training)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -100,8 +105,20 @@ class Learner:
 
     def weights(self) -> dict[str, Tensor]:
         """The current weights of the plain model on rank 0's host, in the dtype that the samplers
-        hold; empty on other ranks."""
+        hold, tied ones as one tensor; empty on other ranks."""
         return self._plain_state(getattr(torch, self._student.dtype))
+
+    def served_weights(self) -> dict[str, Tensor]:
+        """The same, named and cut as a checkpoint of this model is, the form that servers load."""
+        state = self.weights()
+        return checkpoint_state(self.model, state) if self._rank == 0 else {}
+
+    def save_weights(self, path: Path) -> Path:
+        """Write them in Hugging Face format, for a server that reads weights from disk."""
+        state = self.weights()
+        if self._rank == 0:
+            save_weights(self.model, path, state, self._student.dtype)
+        return path
 
     def save(self, path: Path) -> Path:
         """Write the student in Hugging Face format, in fp32; of a LoRA student the merged weights,
@@ -163,9 +180,11 @@ class Learner:
         self, state: Iterator[tuple[str, Tensor]], dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """Copies on rank 0's host, made one by one."""
-        copies = {}
+        copies: dict[str, Tensor] = {}
         for name, value in state:  # all ranks gather, one keeps
-            if self._rank == 0:
+            if self._rank == 0 and self._tied.get(name) in copies:
+                copies[name] = copies[self._tied[name]]
+            elif self._rank == 0:
                 # Rounded where it is, so that the shorter form travels.
                 kept = value.to(dtype) if value.is_floating_point() else value
                 copies[name] = kept.to("cpu", copy=kept is value)
@@ -229,19 +248,29 @@ class Learner:
             before = old[number] if old else logprobs.detach()
             reference = self._reference_kl(micro, before)
             k, made = self._advantages(micro, before, reference, batch)
+            weighed = self._weighed(micro, before)
             outcome = policy_loss(
                 logprobs=logprobs,
                 old_logprobs=before,
                 advantages=made.advantages,
                 response_mask=micro.response_mask,
                 valid_tokens=mini.valid_tokens,
+                importance_weights=weighed.weights if weighed else None,
                 clip_low=self._training.clip_low,
                 clip_high=self._training.clip_high,
                 dual_clip=self._training.dual_clip,
             )
             outcome.loss.backward()  # type: ignore[no-untyped-call]
             losses.append(outcome.loss.detach())
-            stats.add(micro, k=k, made=made, old=before, reference=reference, outcome=outcome)
+            stats.add(
+                micro,
+                k=k,
+                made=made,
+                old=before,
+                reference=reference,
+                weighed=weighed,
+                outcome=outcome,
+            )
         stats.stepped(self._apply_gradient(micros, losses))
 
     def _advantages(
@@ -263,6 +292,16 @@ class Learner:
             reference_kl_weight=self._training.reference_kl_weight,
         )
         return k, made
+
+    def _weighed(self, micro: MicroBatch, old: Tensor) -> ImportanceWeights | None:
+        if self._importance_cap is None:
+            return None
+        return importance_weights(
+            old_logprobs=old,
+            rollout_logprobs=micro.rollout_logprobs,
+            response_mask=micro.response_mask,
+            cap=self._importance_cap,
+        )
 
     def _apply_gradient(self, micros: list[MicroBatch], losses: list[Tensor]) -> Tensor:
         limit = self._training.max_grad_norm

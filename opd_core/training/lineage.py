@@ -58,6 +58,9 @@ FREE: dict[str, tuple[str, ...]] = {
         "opd.teachers.*.canary_every",
         "opd.teachers.*.launch.startup_limit_s",
         "opd.teachers.*.launch.max_restarts",
+        "sampling.max_restarts",
+        "sampling.server.startup_limit_s",
+        "sampling.server.max_restarts",
     ),
     "how a teacher is reached and what room it gets; its model is frozen and checked": (
         "opd.teachers.*.api_key",
@@ -65,6 +68,12 @@ FREE: dict[str, tuple[str, ...]] = {
         "opd.teachers.*.launch.port",
         "opd.teachers.*.launch.memory_fraction",
         "opd.teachers.*.launch.context_length",
+    ),
+    "how weights reach the student's servers, and what room those get": (
+        "sampling.weight_sync",
+        "sampling.sync_folder",
+        "sampling.server.memory_fraction",
+        "sampling.server.context_length",
     ),
 }
 """Settings that change no number, by the reason why."""
@@ -75,6 +84,8 @@ ROUNDING: dict[str, tuple[str, ...]] = {
         "student.cpu_threads",
         "sampling.actors",
         "sampling.max_rows",
+        "sampling.devices",
+        "sampling.server*",
         "training.actors",
         "training.shard_ranks",
         "training.backend",

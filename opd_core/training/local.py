@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from opd_core.sampling.protocol import Completion, SampleRequest
-from opd_core.sampling.transformers_engine import TransformersEngine
+from opd_core.config import Backend
+from opd_core.errors import SamplingError
+from opd_core.lifecycle.ports import reserve_ports
 from opd_core.training.batch import TrainBatch
+from opd_core.training.engine_thread import Engine, EngineThread, Ticketed
 from opd_core.training.learner import Learner
+from opd_core.training.ticket_sampler import TicketSampler
+from opd_core.training.weight_buckets import Bucket, HeldWeights, MeetingPoint
 
 
-class LocalSampler:
+class LocalSampler(TicketSampler):
     """An engine of this process; it decodes in a thread, so that scoring goes on meanwhile."""
 
-    def __init__(self, engine: TransformersEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._thread = EngineThread(engine, self._take, self._fail)
 
-    async def sample(self, requests: Sequence[SampleRequest]) -> AsyncIterator[list[Completion]]:
-        """Completions as they finish."""
-        finished = iter(self._engine.sample(requests))
-        while (completions := await asyncio.to_thread(next, finished, None)) is not None:
-            yield completions
+    def _send(self, tickets: Sequence[int]) -> None:
+        self._thread.submit([(ticket, self._asked[ticket].request) for ticket in tickets])
 
-    async def load_weights(self, weights: dict[str, Tensor], policy_version: int) -> None:
-        """Take over the student's weights."""
-        self._engine.load_weights(weights, policy_version)
+    async def _interrupt(self, before: int) -> None:
+        await self._thread.interrupt(before)
+
+    async def _load(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
+        await self._thread.load_weights(weights, policy_version)
+
+    def _take(self, completions: Ticketed) -> None:
+        if stale := self._stale(completions):
+            self._fail(SamplingError(stale))
+        self._answer(completions)
 
 
 class LocalLearner:
@@ -36,6 +45,7 @@ class LocalLearner:
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
+        self._held: HeldWeights
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Train on the whole batch."""
@@ -48,6 +58,42 @@ class LocalLearner:
     async def save(self, path: Path) -> Path:
         """Write the student in Hugging Face format."""
         return self._learner.save(path)
+
+    async def save_weights(self, path: Path) -> Path:
+        """Write the weights as servers read them."""
+        return await asyncio.to_thread(self._learner.save_weights, path)
+
+    async def hold_weights(self) -> tuple[Bucket, ...]:
+        """Keep the weights as they are now, for servers that take them from here."""
+        weights = await asyncio.to_thread(self._learner.served_weights)
+        self._held = HeldWeights(weights, self._learner.device)
+        return self._held.buckets
+
+    async def lend_bucket(self, number: int, backend: Backend) -> Mapping[str, str]:
+        """What opens a bucket, by the device that it is on."""
+        return await asyncio.to_thread(self._held.lend, number, backend)
+
+    async def give_back_bucket(self) -> None:
+        """Free what was lent last."""
+        self._held.give_back()
+
+    async def meeting_point(self) -> MeetingPoint:
+        """Where a process group would be opened, on loopback."""
+        with reserve_ports(1) as reserved:
+            (port,) = reserved.ports
+        return self._held.meeting_point(f"127.0.0.1:{port}")
+
+    async def join_group(self, meeting: MeetingPoint, world_size: int) -> None:
+        """Open it, and wait for the servers. Raises :class:`SamplingError`."""
+        await asyncio.to_thread(self._held.join, meeting, world_size)
+
+    async def broadcast_bucket(self, number: int) -> None:
+        """Send a bucket to them. Raises :class:`SamplingError`."""
+        await asyncio.to_thread(self._held.broadcast, number)
+
+    async def leave_group(self) -> None:
+        """Close it."""
+        self._held.leave()
 
     async def start_checkpoint(self, folder: Path) -> None:
         """Begin to write all that training holds."""

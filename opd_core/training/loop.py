@@ -20,7 +20,7 @@ from opd_core.agent_loop.evaluation import Evaluation
 from opd_core.agent_loop.loop import AgentLoop
 from opd_core.config import ExperimentConfig
 from opd_core.errors import ActorLost, SurvivorError, TrainingError
-from opd_core.rollout import Group, RolloutState
+from opd_core.rollout import RolloutState
 from opd_core.rollout_json import refused_as
 from opd_core.training.batch import TrainBatch, build_batch
 from opd_core.training.checkpoint_folder import Checkpoint, CheckpointFolder
@@ -38,7 +38,10 @@ class LearnerHandle(Protocol):
 
     async def update(self, batch: TrainBatch) -> Metrics: ...
     async def weights(self) -> Any:
-        """The weights, in the form that :meth:`SamplerHandle.load_weights` takes."""
+        """The weights, for engines that take them from memory."""
+
+    async def save_weights(self, path: Path) -> Path:
+        """Write them in Hugging Face format, for engines that read them."""
 
     async def save(self, path: Path) -> Path: ...
     async def start_checkpoint(self, folder: Path) -> None: ...
@@ -49,7 +52,23 @@ class LearnerHandle(Protocol):
 class SamplerHandle(Protocol):
     """The part of a sampling engine that the loop itself uses."""
 
-    async def load_weights(self, weights: Any, policy_version: int) -> None: ...
+    @property
+    def replaced(self) -> int:
+        """Engines that died and were replaced, so far."""
+
+    async def sync(self, learner: Any, policy_version: int) -> None:
+        """Give the learner's weights to all engines. What is being sampled meanwhile is
+        interrupted, and goes on with them."""
+
+
+class Sleeper(Protocol):
+    """A sampling engine that shares its device with training."""
+
+    async def sleep(self) -> None:
+        """Give the device's memory back."""
+
+    async def wake(self) -> None:
+        """Take it again; weights must then be synced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +96,7 @@ class TrainLoop:
     records: StepRecords
     checkpoints: CheckpointFolder
     evaluate: Callable[[], Awaitable[Evaluation]] | None = None
+    sleeper: Sleeper | None = None
     writing: tuple[Checkpoint, Mapping[str, Any]] | None = None
     """The checkpoint that is being written, and the loop's state when it was begun."""
 
@@ -86,6 +106,8 @@ class TrainLoop:
         Raises :class:`TrainingError` and its kinds.
         """
         train_step = await self._take_up()
+        if train_step == 0 and self.config.sampling.by_servers:
+            await self._sync(0)  # what a server has loaded by itself is not to be trusted
         if train_step == 0 or self._evaluation_due(train_step):
             await self._evaluate(train_step)
         stopped = self._reached(train_step)
@@ -93,12 +115,15 @@ class TrainLoop:
             train_step += 1
             await self._train_step(train_step)
             last = train_step == self.config.training.steps
+            if last:
+                await self.collector.aclose()
             if self._evaluation_due(train_step):
                 await self._evaluate(train_step)
             stopped = self._reached(train_step)
             await self._checkpoint_if_due(train_step, last or bool(stopped))
         if stopped:
             logger.warning("stopped after train step %d: %s", train_step, stopped)
+            await self.collector.aclose()
             await self._sync(train_step)
             await self._evaluate(train_step)
         await self._finish_checkpoint()
@@ -123,17 +148,21 @@ class TrainLoop:
         return newest.train_step
 
     async def _train_step(self, train_step: int) -> None:
-        started = time.perf_counter()
-        sampled_before = self.agent_loop.sampling_s
+        started, sampled_before = time.perf_counter(), self.agent_loop.sampling.seconds
         try:
             record = await self._batch_of(train_step)
         finally:  # the write has had the whole collection's time
             await self._finish_checkpoint()
         collected = time.perf_counter()
+        sampling_s = self.agent_loop.sampling.seconds - sampled_before
         # Written beside the update: of that nothing is on disk before the batch is.
         recording = asyncio.create_task(self._record(record))
         try:
+            if self.sleeper is not None:
+                await self.sleeper.sleep()
             metrics = await self._update(record)
+            if self.sleeper is not None:
+                await self.sleeper.wake()
         finally:
             await recording
         if not metrics["optimizer_steps"]:
@@ -143,9 +172,8 @@ class TrainLoop:
         if not self.records.path_of(train_step + 1).exists() or self._evaluation_due(train_step):
             await self._sync(train_step)
         synced = time.perf_counter()
-        sampling_s = self.agent_loop.sampling_s - sampled_before
         shares = {
-            "sampling": sampling_s,
+            "sampling": sampling_s,  # within the wait for the batch
             "scoring": collected - started - sampling_s,  # what sampling did not hide
             "training": updated - collected,
             "weight_sync": synced - updated,
@@ -156,6 +184,8 @@ class TrainLoop:
             **rollout_metrics([r for group in record.groups for r in group.rollouts]),
             **record.survivors.as_metrics(),
             "data/epoch": self.collector.epoch,
+            "sampling/groups_ahead": self.collector.ahead,
+            "sampling/replaced": self.sampler.replaced,
             **{f"time/{name}_s": seconds for name, seconds in shares.items()},
             **{f"time/{name}_share": seconds / total for name, seconds in shares.items()},
             TRAINED: total,
@@ -177,7 +207,8 @@ class TrainLoop:
                 "is lost; put the files back that were moved away, or begin a new run"
             )
         try:
-            groups, survivors = await self.collector.collect(train_step)
+            further = self.config.training.steps - train_step
+            groups, survivors = await self.collector.collect(train_step, further)
         except SurvivorError as error:
             counts = {name: float(n) for name, n in error.counts.items()}
             self.log.record(train_step, counts, next(iter(counts), ""))
@@ -190,7 +221,7 @@ class TrainLoop:
 
     async def _update(self, record: StepRecord) -> Metrics:
         try:
-            return await self.learner.update(self._batch(record.groups))
+            return await self.learner.update(self._batch(record))
         except ActorLost:
             raise
         except TrainingError as error:
@@ -201,10 +232,12 @@ class TrainLoop:
                 "newest checkpoint with others"
             ) from None
 
-    def _batch(self, groups: Sequence[Group]) -> TrainBatch:
+    def _batch(self, record: StepRecord) -> TrainBatch:
         config = self.config
         return build_batch(
-            groups,
+            record.groups,
+            policy_version=record.train_step - 1,
+            truncated=config.training.truncated,
             sources=self.sources,
             scored=config.opd is not None,
             use_rewards=config.task_adv_weight > 0,
@@ -217,7 +250,7 @@ class TrainLoop:
         return {"seed": self.config.seed, "prompts": self.prompts}
 
     async def _sync(self, train_step: int) -> None:
-        await self.sampler.load_weights(await self.learner.weights(), train_step)
+        await self.sampler.sync(self.learner, train_step)
 
     def _evaluation_due(self, train_step: int) -> bool:
         every = self.config.evaluation.every
@@ -261,7 +294,7 @@ def rollout_metrics(rollouts: Sequence[RolloutState]) -> Metrics:
     """Means over the rollouts that train: length, truncation, reward, teacher latency."""
     count = max(len(rollouts), 1)
     metrics = {
-        "rollout/response_tokens_mean": sum(len(r.response_ids) for r in rollouts) / count,
+        "rollout/response_tokens_mean": sum(r.sampled_tokens for r in rollouts) / count,
         "rollout/truncated_fraction": sum(r.truncated for r in rollouts) / count,
     }
     rewards = [r.reward for r in rollouts if r.reward is not None]

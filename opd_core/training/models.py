@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from opd_core.config import StudentConfig
 from opd_core.errors import PreflightError
@@ -55,7 +64,20 @@ def load_tokenizer(path: str) -> Any:
 
 def end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Every id that ends an answer: the generation config's and the tokenizer's."""
-    named = getattr(model.generation_config, "eos_token_id", None)
+    return _end_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
+
+
+def end_ids_at(path: str, tokenizer: Any) -> tuple[int, ...]:
+    """The same of a model that is not loaded."""
+    try:
+        found = GenerationConfig.from_pretrained(path, local_files_only=True)
+    except OSError:  # it has none of its own, and a loaded model makes it from this
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        found = GenerationConfig.from_model_config(config)
+    return _end_ids(found.eos_token_id, tokenizer)
+
+
+def _end_ids(named: Any, tokenizer: Any) -> tuple[int, ...]:
     ids = set(named if isinstance(named, list) else [named]) | {tokenizer.eos_token_id}
     return tuple(sorted(i for i in ids if i is not None))
 
@@ -80,3 +102,21 @@ def save_model(
         model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
     return path
+
+
+def save_weights(model: Any, path: Path, state: Mapping[str, Tensor], dtype: str) -> Path:
+    """Write weights in ``dtype`` and their configuration, for a server that has the tokenizer; they
+    appear whole or not at all. Nothing waits for the disk: the next sync writes them anew."""
+    config = copy.copy(model.config)
+    config.dtype = dtype
+    with whole_folder(path, durable=False) as partial:
+        model.save_pretrained(partial, state_dict=dict(state))
+        config.save_pretrained(partial)  # the model's own says the dtype that it trains in
+    return path
+
+
+def checkpoint_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under the names, and in the parts, that a checkpoint of this model has, tied ones
+    once; from those that the model itself has, as :func:`save_model` writes them."""
+    untied = remove_tied_weights_from_state_dict(dict(state), model)
+    return dict(revert_weight_conversion(model, untied))

@@ -25,7 +25,8 @@ _HALVINGS = 20
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """What one forward computes, on the device; index i of every [B, T] field describes
-    ``token_ids[:, i]``. Packed: B = 1. At padding the mask is False and the rest without meaning.
+    ``token_ids[:, i]``. Packed: B = 1. Where the mask is False (prompt, padding, a tool's tokens)
+    the rest is without meaning.
     """
 
     token_ids: Int[Tensor, "B T"]
@@ -35,6 +36,8 @@ class MicroBatch:
     rollout_logprobs: Float[Tensor, "B T"]
     teacher_logprobs: Float[Tensor, "B T"]
     task_advantages: Float[Tensor, "B T"]
+    staleness: Int[Tensor, "B T"]
+    """Train steps between the weights that sampled a token and those that it trains."""
     source_index: Int[Tensor, "B T"]
     rollout_index: Int[Tensor, "B T"]
     """The place in ``samples`` of a token's rollout."""
@@ -108,6 +111,7 @@ def collate(
         "rollout_logprobs": torch.zeros(shape),
         "teacher_logprobs": torch.zeros(shape),
         "task_advantages": torch.zeros(shape),
+        "staleness": torch.zeros(shape, dtype=torch.long),
         "source_index": torch.zeros(shape, dtype=torch.long),
         "rollout_index": torch.zeros(shape, dtype=torch.long),
     }
@@ -128,10 +132,13 @@ def _fill(fields: dict[str, Tensor], number: int, sample: TrainSample, start: in
     response = slice(start + sample.prompt_tokens, end)
     fields["token_ids"][start:end] = torch.tensor(sample.token_ids)
     fields["position_ids"][start:end] = torch.arange(end - start)
-    fields["response_mask"][response] = True
+    mask = sample.response_mask
+    fields["response_mask"][response] = torch.tensor(mask) if mask else True
     fields["rollout_logprobs"][response] = torch.tensor(sample.rollout_logprobs)
     if sample.teacher_logprobs:
         fields["teacher_logprobs"][response] = torch.tensor(sample.teacher_logprobs)
+    if sample.staleness:
+        fields["staleness"][response] = torch.tensor(sample.staleness)
     fields["task_advantages"][start:end] = sample.task_advantage
     fields["source_index"][start:end] = sample.source_index
     fields["rollout_index"][start:end] = number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -15,7 +15,8 @@ from opd_core.config import ExperimentConfig
 from opd_core.config.student import gpu_shares
 from opd_core.errors import TrainingError
 from opd_core.training.actors import SamplingActor, TrainingActor
-from opd_core.training.handles import RayLearner, RaySampler, all_of
+from opd_core.training.handles import RayLearner, all_of
+from opd_core.training.ray_sampler import RaySampler
 
 
 def connect() -> None:
@@ -23,24 +24,28 @@ def connect() -> None:
     ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=True)
 
 
-async def start_actors(config: ExperimentConfig) -> tuple[RaySampler, RayLearner]:
-    """Start all actors in one placement group and wait until the student is loaded.
+async def start_actors(config: ExperimentConfig) -> tuple[RaySampler | None, RayLearner]:
+    """Start all actors in one placement group and wait until the student is loaded; no sampler
+    where servers sample.
 
     Raises :class:`TrainingError` with the actor's own reason if one does not come up, and with
     what was asked and what there is if they are not all ready after ``ray.startup_limit_s``.
     """
     limit = config.ray.startup_limit_s
-    ranks, samplers = config.training.actors, config.sampling.actors
-    shares = gpu_shares(config.student.gpus, ranks, samplers)
+    ranks, samplers = config.training.actors, config.sampling_actors
+    shares = gpu_shares(config.training_gpus, ranks, samplers)
+    first = 0 if shared_gpus(shares) else ranks
     try:
         async with asyncio.timeout(limit):
             bundles = bundles_of(ranks, samplers, shares)
             group = placement_group(bundles, strategy=config.ray.placement)
             await group.ready()
-            training = _start(TrainingActor, config, group, range(ranks), shares[0])
-            first = 0 if shared_gpus(shares) else ranks
-            places = range(first, first + samplers)
-            sampling = _start(SamplingActor, config, group, places, shares[1])
+
+            def spawn_sampler(number: int) -> Any:
+                return _start(SamplingActor, config, group, first + number, shares[1])
+
+            training = [_start(TrainingActor, config, group, i, shares[0]) for i in range(ranks)]
+            sampling = [spawn_sampler(number) for number in range(samplers)]
             ready = [actor.ready.remote() for actor in [*training, *sampling]]
             nodes = (await all_of(ready, "loading the student"))[:ranks]
             # Neighbouring ranks on one node: those that share a copy speak most.
@@ -50,7 +55,10 @@ async def start_actors(config: ExperimentConfig) -> tuple[RaySampler, RayLearner
     except TimeoutError:
         total, free = ray.cluster_resources(), ray.available_resources()
         raise TrainingError(not_ready(ranks, samplers, shares, limit, total, free)) from None
-    return RaySampler(sampling), learner
+    if not sampling:
+        return None, learner
+    max_restarts = config.sampling.max_restarts
+    return RaySampler(sampling, spawn_sampler, max_restarts=max_restarts, limit_s=limit), learner
 
 
 def shared_gpus(shares: tuple[float, float]) -> bool:
@@ -89,20 +97,14 @@ def not_ready(
     )
 
 
-def _start(
-    kind: type, config: ExperimentConfig, group: Any, places: Sequence[int], gpus: float
-) -> list[Any]:
+def _start(kind: type, config: ExperimentConfig, group: Any, place: int, gpus: float) -> Any:
     variables = {"OMP_NUM_THREADS": str(config.student.cpu_threads)}
     if config.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what torch's switch asks for
-    return [
-        ray.remote(kind)
-        .options(
-            num_cpus=1,
-            num_gpus=gpus,
-            runtime_env={"env_vars": variables},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, place),
-        )
-        .remote(config)
-        for place in places
-    ]
+    options = {
+        "num_cpus": 1,
+        "num_gpus": gpus,
+        "runtime_env": {"env_vars": variables},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, place),
+    }
+    return ray.remote(kind).options(**options).remote(config)

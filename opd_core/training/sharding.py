@@ -7,7 +7,7 @@ They are reduced in fp32, whatever the dtype of the forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -87,15 +87,21 @@ def whole(tensor: Tensor) -> Tensor:
 def whole_state(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Name and whole value of everything in the model's state dict, one after the other; tied ones
     are gathered once. A collective: every rank goes through all of it."""
-    gathered: dict[int, Tensor] = {}
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    times: dict[int, int] = {}
-    for tensor in state.values():
-        times[id(tensor)] = times.get(id(tensor), 0) + 1
+    tied = tied_names(state)
+    gathered: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        value = gathered.get(id(tensor))
-        if value is None:
+        if name in tied:
+            value = gathered[tied[name]]
+        else:
             value = whole(tensor.detach())
-            if times[id(tensor)] > 1:
-                gathered[id(tensor)] = value
+            if name in tied.values():
+                gathered[name] = value
         yield name, value
+
+
+def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of tensors that stand under an earlier name too, and that name."""
+    first: dict[int, str] = {}
+    found = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+    return {name: earlier for name, earlier in found.items() if name != earlier}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from opd_core.objective.advantages import OPDAdvantages
+from opd_core.objective.importance import ImportanceWeights
 from opd_core.objective.loss import PolicyLoss
 from opd_core.objective.metrics import gather_tokens, reverse_kl_metrics, rollout_stderr
 from opd_core.training.batch import TrainBatch
 from opd_core.training.packing import MicroBatch
 
-TOKEN_COLUMNS = 6  # k, A, clamped, source, |rollout - old|, reference k
+# k, A, clamped, source, |rollout - old|, staleness, reference k, importance weight, truncated
+TOKEN_COLUMNS = 9
 
 
 class StepStatistics:
@@ -23,7 +27,7 @@ class StepStatistics:
         self._rollouts = [torch.zeros((0, 2), dtype=torch.float64, device=device)]
         self._clipped = torch.zeros((), dtype=torch.float64, device=device)
         self._grad_norm = torch.zeros((), dtype=torch.float64, device=device)
-        self._referred = False
+        self._referred = self._weighed = False
         self.optimizer_steps = 0
 
     def add(
@@ -34,13 +38,18 @@ class StepStatistics:
         made: OPDAdvantages,
         old: Tensor,
         reference: Tensor | None,
+        weighed: ImportanceWeights | None,
         outcome: PolicyLoss,
     ) -> None:
         """Take in one micro-batch; ``reference`` is its reference k, if there is one."""
-        self._referred = reference is not None
-        far = torch.zeros_like(k) if reference is None else reference
+        self._referred, self._weighed = reference is not None, weighed is not None
+        none = torch.zeros_like(k)
         gap = (micro.rollout_logprobs - old).abs()
-        columns = (k, made.advantages, made.clamped, micro.source_index, gap, far)
+        columns = (
+            *(k, made.advantages, made.clamped, micro.source_index, gap, micro.staleness),
+            none if reference is None else reference,
+            *(weighed or (none, none)),
+        )
         rows = torch.stack([column.detach().double().flatten() for column in columns], dim=1)
         rows = rows.index_select(0, micro.flat)
         self._tokens.append(rows)
@@ -58,27 +67,37 @@ class StepStatistics:
     def told(self, batch: TrainBatch) -> dict[str, float]:
         """The step's metrics. A collective, and the only wait for the device."""
         tokens = gather_tokens(torch.cat(self._tokens))
+        k, advantages, clamped, source, gap, staleness, far, weights, truncated = tokens.unbind(1)
         metrics = reverse_kl_metrics(
-            reverse_kl=tokens[:, 0],
-            advantages=tokens[:, 1],
-            clamped=tokens[:, 2],
-            source_index=tokens[:, 3],
+            reverse_kl=k,
+            advantages=advantages,
+            clamped=clamped,
+            source_index=source,
             sources=batch.sources,
         )
         sums, counts = gather_tokens(torch.cat(self._rollouts)).unbind(1)
         metrics["opd_reverse_kl_stderr"] = rollout_stderr(sums, counts)
         if not batch.scored:
             metrics = {n: v for n, v in metrics.items() if not n.startswith("opd_")}
-        clipped = self._clipped
         if dist.is_initialized():
-            dist.all_reduce(clipped)
+            dist.all_reduce(self._clipped)
         count = max(len(tokens), 1)
-        metrics["ratio_clipped_fraction"] = clipped / count
-        metrics["engine_logprob_gap"] = tokens[:, 4].sum() / count
+        metrics["ratio_clipped_fraction"] = self._clipped / count
+        metrics["staleness_mean"] = staleness.sum() / count
+        metrics["staleness_max"] = staleness.amax() if len(tokens) else staleness.new_zeros(())
+        gaps = {"engine_logprob_gap": staleness == 0, "stale_logprob_gap": staleness > 0}
+        for name, member in gaps.items():
+            metrics[name] = torch.where(member, gap, 0.0).sum() / member.sum()
         metrics["grad_norm"] = self._grad_norm
         if self._referred:
-            metrics["reference_kl"] = tokens[:, 5].sum() / count
+            metrics["reference_kl"] = far.sum() / count
+        if self._weighed:
+            metrics["importance_weight_mean"] = weights.sum() / count
+            metrics["importance_truncated_fraction"] = truncated.sum() / count
         values = torch.stack([value.double() for value in metrics.values()]).tolist()
         told = dict(zip(metrics, values, strict=True))
+        for name in gaps:
+            if math.isnan(told[name]):  # 0 / 0: there is no such token
+                del told[name]
         told["optimizer_steps"] = float(self.optimizer_steps)
         return told | ({"opd_baseline": batch.baseline} if batch.scored else {})

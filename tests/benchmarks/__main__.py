@@ -5,13 +5,24 @@ from __future__ import annotations
 import sys
 
 from opd_core.quiet import apply_defaults
-from tests.benchmarks import answers, logprobs, packing, sampling, scoring, whole_step
+from tests.benchmarks import (
+    answers,
+    logprobs,
+    packing,
+    pipeline,
+    sampling,
+    scaling,
+    scoring,
+    whole_step,
+)
 
 BENCHMARKS = {
     "answers": answers.run,
     "logprobs": logprobs.run,
     "packing": packing.run,
+    "pipeline": pipeline.run,
     "sampling": sampling.run,
+    "scaling": scaling.run,
     "scoring": scoring.run,
     "whole_step": whole_step.run,
 }

@@ -72,8 +72,8 @@ def _sample(
         )
         for row, prompt in enumerate(prompts)
     ]
-    done = [completion for some in engine.sample(requests) for completion in some]
-    return sorted(done, key=lambda completion: completion.key)
+    done = dict(pair for some in engine.sample(requests) for pair in some)
+    return [done[number] for number in range(len(requests))]
 
 
 def _update(

@@ -1,10 +1,12 @@
 """A teacher of fixed latency, in a process of its own: ``python -m tests.benchmarks.fixed_latency
-PORT SECONDS``. It waits, then answers -1 for every token; nothing in it is ever busy."""
+PORT SECONDS [serial]``. It waits, then answers; nothing in it is ever busy. A serial one does so
+for one request after the other."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
 
 import orjson
 
@@ -18,8 +20,15 @@ def answer(body: bytes) -> bytes:
     return orjson.dumps({"text": "", "meta_info": meta})
 
 
-async def serve(port: int, seconds: float) -> None:
+async def serve(port: int, seconds: float, *, serial: bool) -> None:
     """Answer until the process is ended."""
+    free_at = 0.0  # by the clock, so that late wake-ups do not add up
+
+    async def wait() -> None:
+        nonlocal free_at
+        now = time.monotonic()
+        free_at = (max(now, free_at) if serial else now) + seconds
+        await asyncio.sleep(free_at - now)
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -27,7 +36,7 @@ async def serve(port: int, seconds: float) -> None:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
                 length = int(head.split(b"content-length:")[1].split(b"\r\n")[0])
                 body = answer(await reader.readexactly(length))
-                await asyncio.sleep(seconds)
+                await wait()
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -40,4 +49,4 @@ async def serve(port: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), float(sys.argv[2])))
+    asyncio.run(serve(int(sys.argv[1]), float(sys.argv[2]), serial="serial" in sys.argv[3:]))

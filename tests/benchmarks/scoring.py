@@ -90,14 +90,14 @@ def run() -> Iterator[str]:
 
 def _fixed_latency() -> Iterator[str]:
     for latency_s in LATENCIES_S:
-        with _fixed_latency_server(latency_s) as endpoint:
+        with fixed_latency_server(latency_s) as endpoint:
             speed = max(asyncio.run(ours(endpoint, REQUESTS, CONCURRENCY)) for _ in range(ROUNDS))
         allowed = CONCURRENCY / latency_s
         yield (
             f"fixed latency {latency_s} s, concurrency {CONCURRENCY}: {speed:,.0f} requests/s, "
             f"{speed / allowed:.3f} of the {allowed:,.0f} that the limit allows"
         )
-    with _fixed_latency_server(LATENCIES_S[0]) as endpoint:
+    with fixed_latency_server(LATENCIES_S[0]) as endpoint:
         speed, resident_mb = asyncio.run(wide(endpoint))
         yield (
             f"{MANY} requests at concurrency {WIDE}: {speed:,.0f} requests/s; memory after each "
@@ -112,7 +112,7 @@ def _embedded() -> Iterator[str]:
     command = [sys.executable, "-m", "opd_core.serving.embedded", "--model-path", str(TEACHER)]
     command += ["--port", str(port), "--log-level", "warning"]
     best = {"plain httpx": 0.0, "bare loop": 0.0, "ours": 0.0}
-    with _server(command):
+    with server(command):
         wait_until_healthy(endpoint, "embedded", limit_s=120, still_alive=lambda: None)
         for _ in range(ROUNDS):
             speeds = (
@@ -127,21 +127,24 @@ def _embedded() -> Iterator[str]:
 
 
 @contextmanager
-def _fixed_latency_server(latency_s: float) -> Iterator[str]:
+def fixed_latency_server(latency_s: float, *, serial: bool = False) -> Iterator[str]:
+    """Its endpoint."""
     with reserve_ports(1) as reserved:
         (port,) = reserved.ports
     command = [sys.executable, "-m", "tests.benchmarks.fixed_latency", str(port), str(latency_s)]
-    with _server(command) as server:
-        assert server.stdout is not None
-        server.stdout.readline()
+    command += ["serial"] if serial else []
+    with server(command) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
         yield f"http://127.0.0.1:{port}"
 
 
 @contextmanager
-def _server(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def server(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process for as long as the block lasts."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        yield server
+        yield process
     finally:
-        server.terminate()
-        server.wait(timeout=30)
+        process.terminate()
+        process.wait(timeout=30)

@@ -26,7 +26,7 @@ def test_a_typing_error_in_an_override_names_the_key_and_the_right_one() -> None
 def test_an_unknown_recipe_lists_those_that_ship() -> None:
     done = opd("run", "tinny")
     assert done.returncode == 2
-    assert "smollm2_heal, tiny, tiny_multi_teacher" in done.stderr
+    assert "smollm2_heal, tiny, tiny_calculator, tiny_multi_teacher, tiny_sglang" in done.stderr
 
 
 def test_a_run_is_begun_from_a_recipe_or_from_an_earlier_run() -> None:
@@ -59,7 +59,8 @@ def test_recipes_are_listed_with_what_they_do() -> None:
     done = opd("recipes")
     assert done.returncode == 0
     names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names == ["smollm2_heal", "tiny", "tiny_multi_teacher"]
+    tiny = ["tiny", "tiny_calculator", "tiny_multi_teacher", "tiny_sglang"]
+    assert names == ["smollm2_heal", *tiny]
 
 
 def test_the_page_of_settings_is_the_configurations_own() -> None:

@@ -111,7 +111,7 @@ def test_a_killed_driver_is_started_again_and_the_teacher_stays(opd: StartRun) -
     assert train_steps(run) == list(range(1, MANY + 1))
     assert len(run.pids_of("teacher-teacher")) == 1
     logs = {path.name for path in (run.directory() / "logs").iterdir()}
-    assert {"student.log", "student-2.log"} <= logs
+    assert {"student.log", "student-job-2.log"} <= logs
     assert not run.processes()
 
 

@@ -78,7 +78,7 @@ def test_kills_of_the_driver_and_of_a_training_actor_change_no_bit(
     assert steps == list(range(1, STEPS + 1))
     summary = killed.json_file("summary.json")
     assert summary["job_restarts"] == 3
-    assert summary["teacher_restarts"] == {}, "teachers stayed up"
+    assert summary["server_restarts"] == {}, "teachers stayed up"
     curve = [
         [r["metrics"]["opd_reverse_kl"] for r in run.journal() if "opd_reverse_kl" in r["metrics"]]
         for run in (killed, whole)

@@ -69,7 +69,7 @@ def test_a_teacher_killed_and_then_stopped_costs_no_group_and_no_score(
     summary = run.json_file("summary.json")
     assert summary["train_steps"] == 9
     assert summary["groups"] == {"completed": 9 * GROUPS, "filtered": 0, "failed": 0}
-    assert summary["teacher_restarts"] == {TEACHER: 2}
+    assert summary["server_restarts"] == {TEACHER: 2}
     assert "hangs" in run.output()
     assert_nothing_was_scored_twice(run, record.read_text().split()[proof:])
     assert list((run.directory() / "parked").iterdir()) == []
@@ -93,5 +93,5 @@ def test_a_poison_is_found_and_the_others_are_scored(opd: StartRun, tmp_path: Pa
     assert summary["train_steps"] == 2
     assert summary["groups"] == {"completed": 2 * GROUPS, "filtered": 0, "failed": 1}
     assert summary["lost"] == {"poison": 1}
-    assert summary["teacher_restarts"] == {TEACHER: 4}
+    assert summary["server_restarts"] == {TEACHER: 4}
     assert not run.processes()

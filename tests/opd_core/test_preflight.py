@@ -435,6 +435,17 @@ def test_functions_that_cannot_be_imported_are_all_told(
     assert "not a function" in the_problem(place, put("task.judge", "json:__name__"))
 
 
+def test_a_tool_that_cannot_be_called_is_a_problem(place: Path) -> None:
+    def tool(path: str, *stops: str) -> Change:
+        return put("task", {"tool": path, "tool_stop": stops})
+
+    calculator = "opd_core.agent_loop.tools:calculator"
+    assert run_preflight(recipe(place, tool(calculator, "=", "?"))).problems == []
+    assert "task.tool: json:no_such_name" in the_problem(place, tool("json:no_such_name", "="))
+    said = the_problem(place, tool(calculator, "=", "+1"))
+    assert "'+1' is '+', '1': name a text that is exactly one" in said
+
+
 # ------------------------------------------------------------------ servers
 
 
@@ -464,7 +475,7 @@ def test_the_port_of_an_external_server_is_its_own(place: Path, taken_port: int)
 def test_a_port_given_twice_is_told(place: Path, taken_port: int) -> None:
     changes = (launch(port=taken_port), two_replicas())
     report = run_preflight(recipe(place, *changes))
-    assert f"port {taken_port} is given to 2 teacher servers" in report.problems[0]
+    assert f"port {taken_port} is given to 2 servers" in report.problems[0]
     assert f"port {taken_port} is in use" in report.problems[1]
 
 
@@ -475,6 +486,34 @@ def test_a_backend_that_is_not_installed_needs_an_interpreter(place: Path, backe
     assert f"{backend} is not installed here" in said
     assert "set launch.python to that environment's interpreter" in said
     assert run_preflight(recipe(place, chosen, launch(python=sys.executable))).problems == []
+
+
+def sampled_by(engine: str, **sampling: Any) -> Change:
+    return lambda data: data["sampling"].update(engine=engine, **sampling)
+
+
+def test_the_students_servers_need_an_interpreter_too(place: Path) -> None:
+    said = the_problem(place, sampled_by("sglang"))
+    assert said.startswith("student server 0: sglang is not installed here")
+    assert "set sampling.server.python to that environment's interpreter" in said
+    there = sampled_by("sglang", server={"python": sys.executable})
+    assert run_preflight(recipe(place, there)).problems == []
+    missing = sampled_by("sglang", server={"python": str(place / "none")})
+    assert "student server 0: sampling.server.python" in the_problem(place, missing)
+
+
+def test_the_students_servers_hold_a_rollout_and_what_they_keep_back(place: Path) -> None:
+    def server(**settings: Any) -> Change:
+        return sampled_by("sglang", server={"python": sys.executable, **settings})
+
+    assert run_preflight(recipe(place, server(context_length=16 + 32 + 7))).problems == []
+    for context in (16 + 32 + 6, CONTEXT + 1):
+        said = the_problem(place, server(context_length=context))
+        assert f"the student's servers: their context of {context} tokens has to hold 55" in said
+    longest = (put("sampling.max_new_tokens", CONTEXT - 16), launch(context_length=1000))
+    assert f"the model's own is {CONTEXT}" in the_problem(place, *longest, server())
+    too_long = (put("sampling.max_new_tokens", CONTEXT - 15), launch(context_length=1000))
+    assert the_problem(place, *too_long, server()).startswith("student: its context of 64")
 
 
 def test_an_interpreter_that_is_not_there_is_told(place: Path) -> None:
@@ -576,6 +615,22 @@ def test_too_little_disk_is_told(place: Path) -> None:
     assert any("up to 5 checkpoints of" in problem for problem in problems)
     none = put("training.checkpoint_every", 0)
     assert any("up to 0 checkpoints" in p for p in run_preflight(recipe(place, none)).problems)
+
+
+def test_weights_on_their_way_to_servers_need_room_too(place: Path) -> None:
+    with (place / "student" / "model-2.safetensors").open("wb") as file:
+        file.truncate(shutil.disk_usage(place).free)
+    server = {"python": sys.executable}
+
+    def told(engine: str, **more: Any) -> str:
+        changes = (sampled_by(engine, server=server, **more), put("training.checkpoint_every", 0))
+        return "\n".join(run_preflight(recipe(place, *changes)).problems)
+
+    assert "GiB of weights on their way to its servers" in told("sglang")
+    assert "on their way" not in told("sglang", weight_sync="tensor")
+    elsewhere = told("sglang", sync_folder=str(place / "none" / "yet"))
+    assert f"sampling.sync_folder {place / 'none' / 'yet'}: " in elsewhere
+    assert "way to its servers" not in elsewhere
 
 
 def test_a_target_that_is_never_measured_is_told(place: Path) -> None:

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deployments.prepare_servers import link_name
-from opd_core.config import Backend, OPDTeacherConfig
+from opd_core.config import Backend, LaunchConfig, OPDTeacherConfig
 from opd_core.lifecycle.errors import ChildDied
 from opd_core.lifecycle.handle import Supervisor
 from opd_core.lifecycle.ports import reserve_ports
@@ -32,7 +32,8 @@ from opd_core.quiet import DEFAULTS
 from opd_core.recipe import cache_dir
 from opd_core.scoring.client import TeacherLogprobClient
 from opd_core.scoring.facts import TeacherFacts
-from opd_core.serving.child import teacher_child
+from opd_core.serving import servers
+from opd_core.serving.child import server_child
 from opd_core.serving.commands import START_RACE
 from opd_core.serving.readiness import wait_until_healthy
 
@@ -103,6 +104,11 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 @pytest.fixture(scope="session")
 def python(backend: Backend) -> str:
     """The interpreter of the server's environment."""
+    return interpreter(backend)
+
+
+def interpreter(backend: Backend) -> str:
+    """That which `opd prepare` made; the test fails where it did not."""
     if backend == "embedded":
         return sys.executable
     path = cache_dir() / link_name(backend, "cpu") / "bin/python"
@@ -114,7 +120,12 @@ def python(backend: Backend) -> str:
 @pytest.fixture(scope="session")
 def measured(request: pytest.FixtureRequest, backend: Backend, python: str) -> Measure:
     """Notes a figure of this server for the report."""
-    entry = request.config.stash.setdefault(REPORT, {}).setdefault(backend, {})
+    return report_of(request.config, backend, python, backend)
+
+
+def report_of(config: pytest.Config, name: str, python: str, backend: Backend) -> Measure:
+    """A part of the report, and what notes its figures."""
+    entry = config.stash.setdefault(REPORT, {}).setdefault(name, {})
     entry["what"] = LABELS[backend]
     entry["versions"] = _versions(python)
 
@@ -162,10 +173,8 @@ def launch(
                 "launch": config,
             }
             teacher = OPDTeacherConfig.model_validate({"name": "teacher", "replicas": [replica]})
-            spec = teacher_child(
-                teacher.name,
-                0,
-                teacher.all_replicas[0],
+            spec = server_child(
+                servers.Server(teacher.name, 0, backend, LaunchConfig.model_validate(config)),
                 port=port,
                 key=KEY,
                 cwd=run_dir,

@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from opd_core.config import OPDConfig
+from opd_core.config import Backend, LaunchConfig
 from opd_core.errors import ServingError
 from opd_core.serving.commands import START_RACE
-from tasks.teacher import _raced
+from opd_core.serving.servers import Server
+from tasks.servers import await_start, start_server
+from tests.tasks.fake_session import MakeSession, Started
 
-TWO = [
-    {"backend": "sglang", "endpoint": "http://127.0.0.1:20001", "launch": {"model": "/models/t"}},
-    {"backend": "lmdeploy", "endpoint": "http://127.0.0.1:20002", "launch": {"model": "/models/t"}},
-]
-
-
-class FakeSession(SimpleNamespace):
-    """What starting again needs of a session; the processes named in ``dead`` have ended."""
-
-    def child_exit(self, child: str) -> int | None:
-        return 1 if child in self.dead else None
-
-    def stop(self, child: str) -> None:
-        self.stopped.append(child)
-
-    def spawn(self, spec: Any) -> None:
-        self.spawned.append((spec.name, spec.ports))
+LAUNCH = LaunchConfig(model="/models/t", startup_limit_s=10)
+RACE = f"loading\n{START_RACE['lmdeploy']}\n"
 
 
-@pytest.fixture
-def session(tmp_path: Path) -> FakeSession:
-    opd = OPDConfig(teachers=[{"name": "t", "replicas": TWO}], default_teacher="t")
-    run = SimpleNamespace(
-        config=SimpleNamespace(opd=opd), directory=tmp_path, log=lambda name: tmp_path / name
-    )
-    return FakeSession(run=run, dead=set(), stopped=[], spawned=[], restarts={}, keys={})
+def died(started: Started, teacher: str | None, backend: Backend, log: str) -> Server:
+    """A server that ended while it was starting."""
+    server = start_server(started.session, Server(teacher, 0, backend, LAUNCH))
+    started.session.run.log(server.child).write_text(log)
+    started.supervisor.die(server.child)
+    return server
 
 
-def test_the_one_that_lost_its_race_is_started_again_at_its_port(session: FakeSession) -> None:
-    session.dead = {"teacher-t-1"}
-    session.run.log("teacher-t-1").write_text(f"loading\n{START_RACE['lmdeploy']}\n")
-    assert _raced(session)
-    assert session.spawned == [("teacher-t-1", (20002,))]
-    assert session.restarts == {"teacher-t-1": 1}
+@pytest.mark.parametrize("teacher", ["t", None])
+def test_the_one_that_lost_its_race_is_started_again_at_its_port(
+    make_session: MakeSession, teacher: str | None
+) -> None:
+    started = make_session()
+    waited_for = start_server(started.session, Server("other", 0, "sglang", LAUNCH))
+    raced = died(started, teacher, "lmdeploy", RACE)
+    await_start(started.session, waited_for.endpoint, "sglang", 10)
+    again = started.supervisor.ordered[-1]
+    assert (again.name, again.ports) == (raced.child, (raced.port,))
+    assert started.session.restarts == {raced.child: 1}
 
 
-def test_another_death_is_not_taken_for_a_race(session: FakeSession) -> None:
-    session.dead = {"teacher-t-1"}
-    session.run.log("teacher-t-1").write_text("no such model\n")
-    assert not _raced(session)
-    session.dead = {"teacher-t"}
-    session.run.log("teacher-t").write_text(START_RACE["lmdeploy"])
-    assert not _raced(session)
-    assert session.spawned == []
+@pytest.mark.parametrize(
+    ("backend", "log"), [("lmdeploy", "no such model\n"), ("sglang", RACE)], ids=["other", "sglang"]
+)
+def test_another_death_is_not_taken_for_a_race(
+    make_session: MakeSession, backend: Backend, log: str
+) -> None:
+    started = make_session()
+    server = died(started, "t", backend, log)
+    with pytest.raises(ServingError, match="teacher-t"):
+        await_start(started.session, server.endpoint, backend, 10)
+    assert len(started.supervisor.ordered) == 1
 
 
-def test_a_race_that_is_always_lost_ends_with_the_log(session: FakeSession) -> None:
-    session.dead = {"teacher-t-1"}
-    session.run.log("teacher-t-1").write_text(f"{START_RACE['lmdeploy']}\n")
-    session.restarts = {"teacher-t-1": 3}
-    with pytest.raises(ServingError, match="started again 3 times already"):
-        _raced(session)
+def test_a_race_that_is_always_lost_ends_with_the_log(make_session: MakeSession) -> None:
+    started = make_session()
+    server = died(started, "t", "lmdeploy", RACE)
+    started.session.restarts = {"teacher-t": 3}
+    with pytest.raises(ServingError, match=r"started again 3 times already \(launch.max_restarts"):
+        await_start(started.session, server.endpoint, "lmdeploy", 10)

@@ -89,8 +89,8 @@ def test_a_killed_job_and_one_whose_actor_died_are_started_again_from_the_same_d
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
     assert logs == {
         "student.log": "what tiny-1 wrote",
-        "student-2.log": "what tiny-1-2 wrote",
-        "student-3.log": "what tiny-1-3 wrote",
+        "student-job-2.log": "what tiny-1-2 wrote",
+        "student-job-3.log": "what tiny-1-3 wrote",
     }
     assert [record.getMessage() for record in caplog.records] == [
         "the student's job died (it ended (FAILED) without a result); starting it again from its "

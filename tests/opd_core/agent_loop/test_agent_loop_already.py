@@ -27,7 +27,7 @@ def there(make_rollout: Any, requests_for: Requests) -> Callable[..., dict[Key, 
             make_rollout(index, requests_for(9)[group_id].prompt, group_id=group_id)
             for group_id, index in keys
         ]
-        of_step = {"policy_version": STEP - 1, "text": "there"}
+        of_step = {"policy_versions": (STEP - 1,) * 2, "text": "there"}
         return {
             key: replace(rollout, **(of_step | fields))
             for key, rollout in zip(keys, rollouts, strict=True)
@@ -87,8 +87,8 @@ async def test_judges_see_the_prompt_of_the_data(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"policy_version": STEP},
-        {"policy_version": STEP - 2},
+        {"policy_versions": (STEP - 1, STEP)},
+        {"policy_versions": (STEP - 1, STEP - 2)},
         {"prompt": "row"},
         {"prompt": "tokens"},
         {"index": 1},

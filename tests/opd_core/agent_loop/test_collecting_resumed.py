@@ -21,7 +21,7 @@ Make = Callable[..., Collector]
 Key = tuple[int, int]
 STEP = 5  # the stand-in samples at policy version 4
 ROLLOUT = RolloutState(
-    0, 0, Prompt(0, "sums", ()), Status.COMPLETED, (6,), (-0.5,), policy_version=4
+    0, 0, Prompt(0, "sums", ()), Status.COMPLETED, (6,), (-0.5,), policy_versions=(4,)
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from opd_core.agent_loop.evaluation import evaluate, pass_at_k
 from opd_core.agent_loop.loop import LoopSettings
-from opd_core.errors import TrainingError
+from opd_core.errors import SamplingError, TrainingError
 
 SETTINGS = LoopSettings(group_size=2, max_new_tokens=3, seed=7, temperature=0.6)
 
@@ -108,9 +108,10 @@ async def test_an_answer_that_cannot_be_judged_ends_it(run: Any, judge: Any) -> 
         await run(questions=2)
 
 
-async def test_an_answer_that_never_came_ends_it(run: Any, sampler: Any) -> None:
+async def test_an_engine_that_is_lost_ends_it(run: Any, sampler: Any) -> None:
     sampler.omit.add((2, 0))
-    with pytest.raises(TrainingError, match="evaluation of row 2: the sampling engine"):
+    sampler.error = SamplingError("no sampling actor is left")
+    with pytest.raises(SamplingError, match="no sampling actor is left"):
         await run()
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from opd_core.agent_loop.judging import JudgeError, JudgeRunner, import_function
-from opd_core.errors import ConfigError
+from opd_core.agent_loop.judging import JudgeError, JudgeRunner
 
 JUDGES = """
 import os
@@ -85,19 +84,13 @@ def a_number(rollouts):
 
 def one_is_none(rollouts):
     return [1.0, None]
-
-
-not_a_function = 7
 """
-
-BROKEN = "def (:"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _judges_are_importable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("judges")
     (folder / "some_judges.py").write_text(JUDGES)
-    (folder / "broken_judges.py").write_text(BROKEN)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)  # spawned processes get the same path
         yield
@@ -237,28 +230,6 @@ def test_a_runner_that_judged_nothing_starts_no_process() -> None:
     before = multiprocessing.active_children()
     with JudgeRunner("some_judges:length"):
         assert multiprocessing.active_children() == before
-
-
-# -------------------------------------------------------------------------------- functions by name
-
-
-def test_a_function_is_found_by_its_name() -> None:
-    assert import_function("os.path:join") is os.path.join
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("no_such_module:f", "ModuleNotFoundError"),
-        ("os.path:no_such_name", "no_such_name"),
-        ("broken_judges:f", "SyntaxError"),
-        (":f", "cannot be imported"),
-        ("some_judges:not_a_function", "is 7, not a function"),
-    ],
-)
-def test_a_name_that_names_no_function_is_a_config_error(path: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{path}: .*{said}"):
-        import_function(path)
 
 
 @pytest.mark.slow

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from opd_core.agent_loop.replay_buffer import ReplayBuffer
+from opd_core.config import TruncatedPolicy
 from opd_core.errors import TrainingError
 from opd_core.rollout import Group, RolloutState, Status
 
@@ -53,6 +55,8 @@ BAD: dict[str, dict[str, Any]] = {
     "one rollout_logprob less": {"rollout_logprobs": (-0.5,)},
     "rollout_logprob is NaN": {"rollout_logprobs": (-0.5, math.nan)},
     "rollout_logprob is -inf": {"rollout_logprobs": (-math.inf, -0.5)},
+    "mask of a token less": {"response_mask": (True,)},
+    "versions of a token more": {"policy_versions": (0, 0, 0)},
     "not judged": {"reward": None},
     "reward is NaN": {"reward": math.nan},
     "reward is infinite": {"reward": math.inf},
@@ -90,6 +94,47 @@ def test_without_teachers_no_scores_are_needed(
     buffer = ReplayBuffer(needs_scores=False, needs_rewards=True)
     buffer.put(make_group(make_rollout(reward=1.0)))
     assert len(buffer) == 1
+
+
+CUT: dict[str, Any] = {"finish_reason": "length"}
+
+
+@pytest.mark.parametrize(
+    ("truncated", "rollout", "accepted"),
+    [
+        ("mask", CUT | {"reward": 1.0}, True),
+        ("mask", CUT, False),
+        ("drop", CUT, True),
+        ("train", CUT | {"reward": 1.0}, False),
+        ("mask", {"reward": 1.0}, False),
+        ("drop", {"reward": 1.0}, False),
+    ],
+)
+def test_a_truncated_member_carries_what_becomes_of_it(
+    truncated: TruncatedPolicy,
+    rollout: dict[str, Any],
+    accepted: bool,
+    make_group: MakeGroup,
+    make_rollout: MakeRollout,
+) -> None:
+    """None of these has scores: cut ones need none unless they train, dropped ones no reward."""
+    buffer = ReplayBuffer(needs_scores=True, needs_rewards=True, truncated=truncated)
+    whole = make_rollout(0, teacher_logprobs=SCORES, reward=0.0)
+    group = make_group(whole, make_rollout(1, **rollout))
+    with nullcontext() if accepted else pytest.raises(TrainingError, match="rollout 1 of group 0"):
+        buffer.put(group)
+    assert len(buffer) == accepted
+
+
+def test_a_tools_tokens_are_scored_and_carry_a_placeholder(
+    buffer: ReplayBuffer, make_group: MakeGroup, make_rollout: MakeRollout
+) -> None:
+    fields = {"response_mask": (True, False), "policy_versions": (3, 3), "reward": 0.0}
+    own = {"rollout_logprobs": (-0.5, 0.0)}
+    buffer.put(make_group(make_rollout(teacher_logprobs=SCORES, **own, **fields)))
+    assert len(buffer) == 1
+    with pytest.raises(TrainingError, match="teacher_logprobs are not 2 finite"):
+        buffer.put(make_group(make_rollout(teacher_logprobs=(-0.4, math.nan), **own, **fields)))
 
 
 def test_an_empty_response_may_train(

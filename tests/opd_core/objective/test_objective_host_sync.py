@@ -14,6 +14,7 @@ from torch import Tensor
 
 from opd_core.objective import (
     group_relative_advantages,
+    importance_weights,
     opd_advantages,
     policy_loss,
     reverse_kl,
@@ -62,12 +63,16 @@ def test_a_train_step_needs_no_value_on_the_host() -> None:
         reference_kl=k,
         reference_kl_weight=0.1,
     )
+    weights = importance_weights(
+        old_logprobs=logprobs.detach(), rollout_logprobs=k, response_mask=mask, cap=2.0
+    ).weights
     loss = policy_loss(
         logprobs=logprobs,
         old_logprobs=logprobs.detach(),
         advantages=result.advantages,
         response_mask=mask,
         valid_tokens=mask.sum(),
+        importance_weights=weights,
     ).loss
     grads = torch.autograd.grad(loss, (hidden, weight))
     metrics = reverse_kl_metrics(

@@ -151,6 +151,45 @@ def test_a_batch_equals_a_loop_over_its_valid_tokens(seed: int) -> None:
     assert result.loss.item() == pytest.approx(-total / max(int(mask.sum()), 1))
 
 
+def test_importance_weights_multiply_what_the_clips_left() -> None:
+    """Ratios 1.5 (clipped at 1.28), 1.1 and 12 (dual clip at 10); the last token is off the
+    mask."""
+    logprobs = torch.tensor([[1.5, 1.1, 12.0, 1.0]]).log().requires_grad_()
+    result = policy_loss(
+        logprobs=logprobs,
+        old_logprobs=torch.zeros(1, 4),
+        advantages=torch.tensor([[2.0, -1.0, -1.0, 5.0]]),
+        response_mask=torch.tensor([[True, True, True, False]]),
+        valid_tokens=1,
+        importance_weights=torch.tensor([[0.5, 2.0, 0.1, math.nan]]),
+    )
+    (grad,) = torch.autograd.grad(result.loss, logprobs)
+
+    assert result.loss.item() == pytest.approx(-0.5 * 2.56 + 2.0 * 1.1 + 0.1 * 10.0)
+    assert grad[0].tolist() == pytest.approx([0.0, 2.2, 0.0, 0.0])
+    assert result.clipped_tokens.item() == 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**16))
+def test_importance_weights_of_1_change_no_bit(seed: int) -> None:
+    logprobs, old, advantages, mask = random_batch(3, 5, seed)
+    plain, weighed = (
+        policy_loss(
+            logprobs=logprobs,
+            old_logprobs=old,
+            advantages=advantages,
+            response_mask=mask,
+            valid_tokens=mask.sum(),
+            importance_weights=weights,
+        )
+        for weights in (None, torch.ones_like(old))
+    )
+    grads = [torch.autograd.grad(result.loss, logprobs)[0] for result in (plain, weighed)]
+    assert torch.equal(plain.loss, weighed.loss)
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("padding", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("field", ["logprobs", "old_logprobs", "advantages", "all"])
 def test_padding_reaches_neither_value_nor_gradient(field: str, padding: float) -> None:
@@ -220,6 +259,7 @@ def test_only_the_current_logprobs_get_a_gradient() -> None:
     logprobs, old, advantages, mask = random_batch(2, 4, seed=5)
     old.requires_grad_()
     advantages.requires_grad_()
+    weights = torch.rand_like(old).requires_grad_()
 
     result = policy_loss(
         logprobs=logprobs,
@@ -227,11 +267,14 @@ def test_only_the_current_logprobs_get_a_gradient() -> None:
         advantages=advantages,
         response_mask=mask,
         valid_tokens=4,
+        importance_weights=weights,
     )
-    grads = torch.autograd.grad(result.loss, (logprobs, old, advantages), allow_unused=True)
+    grads = torch.autograd.grad(
+        result.loss, (logprobs, old, advantages, weights), allow_unused=True
+    )
 
     assert grads[0].any()
-    assert [grad is None for grad in grads] == [False, True, True]
+    assert [grad is None for grad in grads] == [False, True, True, True]
     assert not result.ratio_sum.requires_grad
 
 
@@ -241,6 +284,7 @@ def test_only_the_current_logprobs_get_a_gradient() -> None:
         ({"valid_tokens": -1}, "valid_tokens >= 0"),
         ({"valid_tokens": torch.tensor([3, 4])}, "scalar valid_tokens"),
         ({"old_logprobs": torch.zeros(2, 1)}, "mask first"),
+        ({"importance_weights": torch.ones(2, 1)}, "mask first"),
         ({"response_mask": torch.ones(2, 3)}, "bool"),
         ({"dual_clip": 1.0}, "dual_clip > 1"),
         ({"clip_low": 1.5}, "clip_low <= 1"),

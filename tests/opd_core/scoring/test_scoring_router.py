@@ -55,11 +55,11 @@ async def test_the_data_source_selects_the_teacher(
 async def test_a_scored_rollout_keeps_everything_else(
     make_router: Any, make_rollout: MakeRollout
 ) -> None:
-    before = make_rollout(text="six", reward=0.5, policy_version=3)
+    before = make_rollout(text="six", reward=0.5, policy_versions=(3, 3))
     after = await make_router(BOTH).score(before)
     assert after.response_ids == before.response_ids
     assert after.rollout_logprobs == before.rollout_logprobs
-    assert (after.text, after.reward, after.policy_version) == ("six", 0.5, 3)
+    assert (after.text, after.reward, after.policy_versions) == ("six", 0.5, (3, 3))
 
 
 async def test_the_default_teacher_takes_what_the_map_does_not_name(

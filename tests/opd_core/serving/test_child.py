@@ -1,4 +1,4 @@
-"""A teacher's order to the supervisor: its name, its key, how it ends."""
+"""A server's order to the supervisor: its name, its key, how it ends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from opd_core.config import Backend, ReplicaConfig
+from opd_core.config import Backend, LaunchConfig
 from opd_core.lifecycle.records import ChildSpec
-from opd_core.serving.child import teacher_child
+from opd_core.serving.child import server_child
+from opd_core.serving.servers import SamplingRole, Server
 
 KEY = "sk-not-to-be-seen"
 
@@ -17,12 +18,12 @@ KEY = "sk-not-to-be-seen"
 def child(
     backend: Backend = "sglang", number: int = 0, key: str | None = None, **launch: Any
 ) -> ChildSpec:
-    config = {"model": "/models/teacher", **launch}
-    replica = ReplicaConfig.model_validate({"backend": backend, "launch": config})
-    return teacher_child(
-        "maths",
-        number,
-        replica,
+    return order(Server("maths", number, backend, LaunchConfig(model="/models/m", **launch)), key)
+
+
+def order(server: Server, key: str | None = None) -> ChildSpec:
+    return server_child(
+        server,
         port=13141,
         key=key,
         cwd=Path("/runs/one"),
@@ -71,7 +72,10 @@ def test_it_runs_where_it_is_told_and_with_its_own_variables() -> None:
     assert spec.env["LEVEL"] == "1"
 
 
-def test_a_server_of_others_is_not_started() -> None:
-    external = ReplicaConfig(endpoint="http://127.0.0.1:1")
-    with pytest.raises(ValueError, match="'maths', replica 0: an external server has no launch"):
-        teacher_child("maths", 0, external, port=1, key=None, cwd=Path("/a"), log=Path("/a/log"))
+def test_one_that_samples_the_student_is_told_so() -> None:
+    role = SamplingRole(5, shares_devices=False)
+    spec = order(Server(None, 1, "sglang", LaunchConfig(model="/models/m"), sampling=role))
+    assert (spec.name, spec.kind) == ("student-1", "student")
+    assert spec.argv[spec.argv.index("--served-model-name") + 1] == "student"
+    assert spec.argv[spec.argv.index("--max-running-requests") + 1] == "5"
+    assert "--max-running-requests" not in child().argv

@@ -1,4 +1,4 @@
-"""Command lines of the teacher servers: the right flags, loopback only, and never a key."""
+"""Command lines of the servers: the right flags, loopback only, and never a key."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ import pytest
 
 from opd_core.config import Backend, LaunchConfig
 from opd_core.serving.commands import KEYED_LAUNCH, ServerCommand, server_command
+from opd_core.serving.servers import SamplingRole
 
 BACKENDS: tuple[Backend, ...] = ("sglang", "lmdeploy", "embedded")
 KEY = "sk-not-to-be-seen"
 
 
-def command(backend: Backend, *, keyed: bool = False, **launch: Any) -> ServerCommand:
+def command(
+    backend: Backend, *, keyed: bool = False, sampling: SamplingRole | None = None, **launch: Any
+) -> ServerCommand:
     config = LaunchConfig(**{"model": "/models/teacher", **launch})
-    return server_command(backend, config, name="teacher", port=13141, keyed=keyed)
+    return server_command(
+        backend, config, name="teacher", port=13141, keyed=keyed, sampling=sampling
+    )
 
 
 def flags(found: ServerCommand) -> dict[str, str]:
@@ -160,6 +165,42 @@ def test_a_servers_own_interpreter_starts_it(backend: Backend) -> None:
         assert command(backend, python="/venv/bin/python", keyed=keyed).argv[0] == (
             "/venv/bin/python"
         )
+
+
+# ------------------------------------------------------------------ servers that sample
+
+APART, SHARED = SamplingRole(64, shares_devices=False), SamplingRole(64, shares_devices=True)
+
+
+def added(backend: Backend, sampling: SamplingRole, **launch: Any) -> dict[str, str]:
+    """The flags that a server gets because it samples."""
+    alone, with_it = command(backend, **launch), command(backend, sampling=sampling, **launch)
+    return {flag: flags(with_it)[flag] for flag in flags(with_it).keys() - flags(alone).keys()}
+
+
+def test_sglang_samples_the_plain_policy_with_as_many_rows_as_told() -> None:
+    told = {"--max-running-requests": "64", "--sampling-defaults": "openai"}
+    assert added("sglang", APART, **GPU) == told
+    assert added("sglang", SHARED, **GPU) == {**told, "--enable-memory-saver": ""}
+
+
+def test_lmdeploy_samples_the_plain_policy_and_can_be_interrupted() -> None:
+    told = {
+        "--max-batch-size": "64",
+        "--enable-abort-handling": "--generation-config",
+        "--generation-config": "lmdeploy",
+    }
+    assert added("lmdeploy", APART, devices=("0",)) == told
+    assert added("lmdeploy", SHARED, devices=("0",)) == told
+    assert flags(command("lmdeploy", sampling=APART))["--max-batch-size"] == "64"
+
+
+@pytest.mark.parametrize(
+    ("context", "tokens"), [(100, "32768"), (600, "38400"), (2000, "65536"), (99999, "99999")]
+)
+def test_sglang_on_a_cpu_has_room_for_its_rows_within_reason(context: int, tokens: str) -> None:
+    found = command("sglang", sampling=APART, context_length=context)
+    assert flags(found)["--max-total-tokens"] == tokens
 
 
 # ------------------------------------------------------------------ devices, signals

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ def learner_of(
     dtype: str = "float32",
     *,
     student: dict[str, Any] | None = None,
+    importance_cap: float | None = None,
     make_optimizer: Any = None,
     **training: Any,
 ) -> Learner:
@@ -61,6 +64,7 @@ def learner_of(
         training_config(**training),
         opd,
         device=CPU,
+        importance_cap=importance_cap,
         make_optimizer=make_optimizer,
     )
 
@@ -93,5 +97,27 @@ def scored_batch(
             )
         )
     parts = [tuple(made[i::mini_batches]) for i in range(mini_batches)]
-    minis = tuple(MiniBatch(p, sum(s.response_tokens for s in p)) for p in parts)
-    return TrainBatch(minis, ("a", "b"), scored=True)
+    return TrainBatch(tuple(map(_mini_batch, parts)), ("a", "b"), scored=True)
+
+
+def with_tools(batch: TrainBatch, seed: int = 6) -> TrainBatch:
+    """The same sequences, in which a tool wrote some tokens; the others are stale by 0 to 2 steps,
+    and stale weights liked them otherwise."""
+    draw = random.Random(seed)
+
+    def changed(sample: TrainSample) -> TrainSample:
+        tokens = len(sample.rollout_logprobs)
+        mask = (True, *(draw.random() < 0.6 for _ in range(tokens - 1)))
+        stale = tuple(draw.randrange(3) for _ in range(tokens))
+        own = tuple(
+            logprob + draw.uniform(-2, 2) * bool(steps) if sampled else 0.0
+            for logprob, steps, sampled in zip(sample.rollout_logprobs, stale, mask, strict=True)
+        )
+        return replace(sample, rollout_logprobs=own, response_mask=mask, staleness=stale)
+
+    minis = (_mini_batch(tuple(map(changed, mini.samples))) for mini in batch.mini_batches)
+    return replace(batch, mini_batches=tuple(minis))
+
+
+def _mini_batch(samples: tuple[TrainSample, ...]) -> MiniBatch:
+    return MiniBatch(samples, sum(sample.response_tokens for sample in samples))

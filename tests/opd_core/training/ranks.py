@@ -28,6 +28,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
         "reference_kl_weight": 0.5,
     },
     "all weights and a reference": {"reference_kl_weight": 0.5},
+    "importance weights": {"importance_cap": 1.5},
 }
 """These train something else: to be compared with themselves on one rank."""
 HYBRID: dict[str, dict[str, Any]] = {

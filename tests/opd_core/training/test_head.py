@@ -23,7 +23,7 @@ def head(**changes: Any) -> HeadCommand:
             "name": "test",
             "student": {"model": "/m", "devices": changes.pop("devices", ["cpu"])},
             "data": {"train": "/d.jsonl"},
-            "sampling": {"max_new_tokens": 16, "actors": 2},
+            "sampling": {"max_new_tokens": 16, "actors": 2, **changes.pop("sampling", {})},
             "opd": {
                 "teachers": [{"name": "teacher", "endpoint": "http://127.0.0.1:1"}],
                 "default_teacher": "teacher",
@@ -93,6 +93,16 @@ def test_the_cluster_sees_the_students_gpus_only() -> None:
     on_cpu = head(devices=["cpu:0"])
     assert value_of(on_cpu, "--num-gpus") == "0"
     assert on_cpu.env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_servers_that_sample_have_no_actor_and_keep_their_own_gpus() -> None:
+    servers = {"engine": "sglang", "actors": 1}
+    shared = head(devices=["0", "1", "2"], sampling=servers)
+    assert value_of(shared, "--num-cpus") == "4"
+    assert shared.env["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    apart = head(devices=["0", "1", "2", "3"], sampling={**servers, "devices": ["1"]})
+    assert value_of(apart, "--num-gpus") == "3"
+    assert apart.env["CUDA_VISIBLE_DEVICES"] == "0,2,3"
 
 
 def test_the_object_store_is_told_in_bytes() -> None:

@@ -147,8 +147,8 @@ def test_samplers_get_the_weights_in_their_dtype(student_dir: Path) -> None:
     model = load_model(str(student_dir), "bfloat16", CPU).requires_grad_(False)
     engine = TransformersEngine(model, end_ids=[1], pad_id=0, max_rows=2)
     engine.load_weights(weights, policy_version=3)
-    ((completion,),) = engine.sample([SampleRequest((0, 0), (3, 4), 7, 1)])
-    assert completion.policy_version == 3
+    (((_, completion),),) = engine.sample([SampleRequest((0, 0), (3, 4), 7, 1)])
+    assert completion.policy_versions == (3,)
 
 
 def test_weights_that_were_handed_out_do_not_change_with_the_learner(

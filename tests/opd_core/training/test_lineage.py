@@ -68,6 +68,8 @@ def test_a_run_goes_on_with_its_own_recipe(tmp_path: Path) -> None:
         "training.stop_when={metric: eval/accuracy, at_least: 0.9}",
         "training.checkpoint_every=1",
         "sampling.max_rows=3",
+        "sampling.max_restarts=0",
+        "sampling.sync_folder=/dev/shm",
         "student.devices=['0']",
         "ray.address=http://head:8265",
         "tracking.mlflow=false",
@@ -94,6 +96,9 @@ def test_what_changes_no_number_may_change(tmp_path: Path, override: str) -> Non
         ("student.model=/other", "student.model: "),
         ("student.lora={}", "student.lora: null → -"),
         ("evaluation.samples=9", "evaluation.samples: "),
+        ("sampling.engine=sglang", "sampling.engine: transformers → sglang"),
+        ("sampling.max_staleness=1", "sampling.max_staleness: 0 → 1"),
+        ("training.importance_cap=9", "training.importance_cap: "),
         ("opd.teachers.0.launch.model=/other", "opd.teachers.0.launch.model: "),
         ("opd.teachers.0.launch.dtype=bfloat16", "opd.teachers.0.launch.dtype: "),
         ("opd.opd_adv_weight=2", "opd.opd_adv_weight: 1.0 → 2.0"),
@@ -109,6 +114,13 @@ def test_what_changes_a_number_is_refused_with_both_values_and_the_way_out(
     assert f"  {told}" in said
     assert f"opd run --fork {run_dir} --set '{override.partition('=')[0]}" in said
     assert "training.actors" not in said  # that one may
+
+
+def test_the_students_servers_may_be_served_in_another_way(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "sampling.engine=sglang")
+    more = resume(run_dir, "sampling.server={startup_limit_s: 9, cpu_threads: 2}")
+    assert more.sampling.server is not None
+    assert more.sampling.server.cpu_threads == 2
 
 
 def test_a_deterministic_run_keeps_what_may_change_its_last_bits(tmp_path: Path) -> None:
@@ -191,8 +203,9 @@ def test_a_run_goes_on_or_begins_anew_not_both(tmp_path: Path) -> None:
 
 
 def test_every_setting_that_may_change_exists() -> None:
-    teacher = ["opd.teachers.0.launch.env={A: b}", "training.stop_when={metric: x, at_most: 1}"]
-    keys = flatten_params(load_recipe(RECIPE, teacher).resolved())
+    given = ["opd.teachers.0.launch.env={A: b}", "training.stop_when={metric: x, at_most: 1}"]
+    given += ["sampling.engine=sglang", "sampling.server={}"]
+    keys = flatten_params(load_recipe(RECIPE, given).resolved())
     for pattern in [
         p for table in (FREE, ROUNDING) for patterns in table.values() for p in patterns
     ]:

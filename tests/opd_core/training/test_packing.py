@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -171,6 +172,19 @@ def test_every_field_of_a_padded_micro_batch_describes_its_token() -> None:
     assert batch.rollout_index.tolist() == [[0, 0, 0], [1, 1, 0], [2, 2, 0]]
     assert batch.flat.tolist() == [1, 2, 4, 7]
     assert batch.model_inputs == {}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_tools_tokens_are_context_and_each_token_has_its_staleness(packed: bool) -> None:
+    plain = sample_of(0, 5)
+    changed = replace(plain, response_mask=(True, False, False, True), staleness=(2, 2, 1, 1))
+    assert (plain.response_tokens, changed.response_tokens) == (4, 2)
+    batch = collate([changed, plain], packed=packed, pad_id=0, device=CPU)
+    assert batch.token_ids.flatten().tolist() == [2, 3, 4, 5, 6] * 2
+    masks = [[False, True, False, False, True], [False, True, True, True, True]]
+    assert batch.response_mask.view(2, 5).tolist() == masks
+    assert batch.staleness.view(2, 5).tolist() == [[0, 2, 2, 1, 1], [0] * 5]
+    assert batch.flat.tolist() == [1, 4, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("packed", [True, False])

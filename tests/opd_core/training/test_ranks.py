@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.opd_core.training.engine import scored_batch
+from tests.opd_core.training.engine import scored_batch, with_tools
 from tests.opd_core.training.ranks import ADAPTED, CASES, HYBRID, run
 
 ROOT = Path(__file__).parents[3]
@@ -19,11 +19,12 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def batches(student_dir: Path, teacher_dir: Path) -> list[Any]:
-    """Three train steps: one with fewer samples than ranks, one with two optimizer steps."""
+    """Three train steps: one with fewer samples than ranks, one with two optimizer steps, with
+    stale tokens and a tool's."""
     return [
         scored_batch(student_dir, teacher_dir, samples=11, seed=1),
         scored_batch(student_dir, teacher_dir, samples=3, seed=2),
-        scored_batch(student_dir, teacher_dir, samples=7, mini_batches=2, seed=3),
+        with_tools(scored_batch(student_dir, teacher_dir, samples=7, mini_batches=2, seed=3)),
     ]
 
 

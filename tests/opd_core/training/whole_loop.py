@@ -70,6 +70,7 @@ async def train(
         config.opd,
         device=cpu,
         seed=config.seed,
+        importance_cap=config.importance_cap,
     )
     run_dir.mkdir(exist_ok=True)
     facts = {"teacher": TeacherFacts(20, 128, fingerprint="random-2")}

@@ -1,0 +1,96 @@
+"""The student's servers, where servers sample: launch, readiness, starting one again.
+
+Readiness is health only. What such a server samples is judged by the training job, which gives it
+the student's weights first and asks for their version; a server knows only the student that it
+loaded, when it was started and when it was started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from opd_core.errors import ServingError
+from opd_core.sampling.samplers import Samplers, write_samplers
+from opd_core.serving.readiness import PROBE_TIMEOUT_S, wait_until_healthy
+from opd_core.serving.servers import Server, student_servers
+from opd_core.training.files import SAMPLERS_FILE
+from tasks.console import announce
+from tasks.servers import await_again, await_start, death, start_again, start_server
+from tasks.session import Session
+
+
+@task(name="start samplers", cache_policy=NO_CACHE)
+def start_samplers(session: Session) -> None:
+    """Start the student's servers, if servers sample; they load while the teachers do."""
+    for server in student_servers(session.run.config):
+        start_server(session, server)
+
+
+@task(name="wait for samplers", cache_policy=NO_CACHE)
+def await_samplers(session: Session) -> None:
+    """Wait until all are healthy, and tell the training job where they answer.
+
+    Raises :class:`~opd_core.errors.ServingError`, at once and with the log's tail if a server dies.
+    """
+    servers = samplers(session)
+    if not servers:
+        return
+    with session.stage("samplers_wait"):
+        for server in servers:
+            limit_s = server.launch.startup_limit_s
+            seconds = await_start(session, server.endpoint, server.backend, limit_s)
+            announce(f"{server.who} is up at {server.endpoint} ({seconds:.0f} s)")
+    _tell_samplers(session)
+
+
+def samplers(session: Session) -> list[Server]:
+    """The student's servers as they run now."""
+    return [server for server in session.servers.values() if server.teacher is None]
+
+
+def restart_sampler(
+    session: Session, server: Server, why: str, still_alive: Callable[[], None]
+) -> None:
+    """Start one again. Returns when it is healthy, or has died again; the job gives it the weights.
+
+    ``still_alive`` is called while it loads, and raises if the wait is in vain. Raises
+    :class:`ServingError` when it was started again ``max_restarts`` times already, or does not come
+    up in time.
+    """
+    again = start_again(session, server, why)
+    _tell_samplers(session)
+    seconds = await_again(session, again, still_alive)
+    if seconds is not None:
+        announce(f"{server.who} is back at {again.endpoint} ({seconds:.0f} s), without weights yet")
+
+
+def revive_samplers(session: Session, *, probe_s: float = PROBE_TIMEOUT_S) -> None:
+    """Start again what no longer samples, between two jobs. A job that was killed may have left a
+    server paused, asleep or hung, and only now may its health be asked for."""
+    others = partial(
+        session.still_alive, but=session.servers
+    )  # servers are looked after one by one
+    for server in samplers(session):
+        if why := _unfit(session, server, probe_s):
+            restart_sampler(session, server, why, others)
+
+
+def _unfit(session: Session, server: Server, probe_s: float) -> str:
+    alive = partial(session.still_alive, server.child)
+    try:
+        wait_until_healthy(server.endpoint, server.backend, limit_s=probe_s, still_alive=alive)
+    except ServingError:
+        return death(session, server) or "does not sample"
+    return ""
+
+
+def _tell_samplers(session: Session) -> None:
+    """Write where they answer, for the training job."""
+    servers = samplers(session)
+    endpoints = tuple(server.endpoint for server in servers)
+    told = Samplers(servers[0].backend, endpoints)
+    write_samplers(session.run.directory / SAMPLERS_FILE, told)
