@@ -83,7 +83,7 @@ class RolloutState:
 
     @property
     def truncated(self) -> bool:
-        """Whether the answer was cut at the length limit."""
+        """Whether the answer was cut, at the limit of its length or of its turns."""
         return self.finish_reason == "length"
 
     def trains(self, policy: TruncatedPolicy) -> bool:
@@ -107,5 +107,11 @@ class Group:
 
     @property
     def error_msg(self) -> str:
-        """The first member's reason, if any."""
-        return next((r.error_msg for r in self.rollouts if r.error_msg), "")
+        """The reason of the first member that has the group's status, if any."""
+        own = (r.error_msg for r in self.rollouts if r.status is self.status)
+        return next((said for said in own if said), "")
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version among the tokens of its rollouts."""
+        return min(rollout.oldest_version for rollout in self.rollouts)

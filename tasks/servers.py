@@ -29,19 +29,29 @@ def start_server(session: Session, server: Server) -> Server:
     return started
 
 
-def start_again(session: Session, server: Server, why: str) -> Server:
-    """Stop a server's process and start it anew, at its port if that is free; the same with its
-    port. Raises :class:`ServingError` when it was started again ``max_restarts`` times already."""
+def start_again(
+    session: Session, server: Server, why: str, *, moves: bool = False, counts: bool = True
+) -> Server:
+    """Stop a server's process and start it anew; the same with its port, the old one if that is
+    free and the server does not move.
+
+    Raises :class:`ServingError` when it was started again ``max_restarts`` times already, unless
+    this one does not count.
+    """
     done, limit = session.restarts.get(server.child, 0), server.launch.max_restarts
-    said = f"{server.who} at {server.endpoint} {why}"
-    if done >= limit:
+    said, which = f"{server.who} at {server.endpoint} {why}", ""
+    if counts and done >= limit:
         raise ServingError(
             f"{said}; it was started again {done} times already ({server.settings}.max_restarts); "
             f"its log ends:\n{log_tail(session.run.log(server.child))}"
         )
-    session.restarts[server.child] = done + 1
-    warn(f"{said}; starting it again ({done + 1} of {limit})")
+    if counts:
+        session.restarts[server.child] = done + 1
+        which = f" ({done + 1} of {limit})"
+    warn(f"{said}; starting it again{which}")
     session.stop(server.child)
+    if moves:
+        return _launch(session, replace(server, port=_another_port(server.port)))
     free = server.port is not None and port_is_free(server.port)
     return _launch(session, server if free else replace(server, port=None))
 
@@ -61,16 +71,21 @@ def await_start(
 
 
 def await_again(
-    session: Session, server: Server, still_alive: Callable[[], None], key: str | None = None
+    session: Session,
+    server: Server,
+    still_alive: Callable[[], None],
+    key: str | None = None,
+    limit_s: float | None = None,
 ) -> float | None:
-    """Wait for a server that was started again; None if it has died again (a poison may wait for
-    it). ``still_alive`` is called meanwhile, and raises if the wait is in vain."""
+    """Wait for a server that was started again, for ``limit_s`` or as long as it may take to start;
+    None if it has died again (a poison may wait for it). ``still_alive`` is called meanwhile, and
+    raises if the wait is in vain."""
 
     def in_vain() -> None:
         still_alive()
         session.still_alive(server.child)
 
-    limit_s = server.launch.startup_limit_s
+    limit_s = limit_s or server.launch.startup_limit_s
     try:
         return _wait(server.endpoint, server.backend, limit_s, in_vain, key)
     except ServingError:
@@ -83,6 +98,11 @@ def death(session: Session, server: Server) -> str:
     """How a server has died, as a message goes on after its name; empty while it lives."""
     returncode = session.child_exit(server.child)
     return "" if returncode is None else f"has died (return code {returncode})"
+
+
+def _another_port(port: int | None) -> int:
+    with reserve_ports(2) as reserved:
+        return next(other for other in reserved.ports if other != port)
 
 
 def _launch(session: Session, server: Server) -> Server:

@@ -52,7 +52,8 @@ class Session:
     """What the stages of one run share. It lives in the flow process and never leaves it.
 
     ``servers`` are those that the run started, with their present ports, by the name of their
-    process.
+    process. Of the student's, ``loading`` are those that were started again and not seen well
+    since, ``given_up`` those that are not started again any more.
     """
 
     run: RunRecord
@@ -64,6 +65,8 @@ class Session:
     servers: dict[str, Server] = field(default_factory=dict)
     teacher_facts: dict[str, TeacherFacts] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
+    loading: set[str] = field(default_factory=set)
+    given_up: set[str] = field(default_factory=set)
     job_restarts: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)

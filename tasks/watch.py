@@ -54,7 +54,11 @@ class ServerWatch:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._watched = [_Watched(session, server) for server in session.servers.values()]
+        self._watched = [
+            _Watched(session, server)
+            for server in session.servers.values()
+            if server.child not in session.given_up
+        ]
         self.children = frozenset(session.servers)
         self._away: dict[str, str] = {}
 
@@ -65,7 +69,8 @@ class ServerWatch:
 
     def turn(self, still_alive: Callable[[], None]) -> None:
         """Look once, and start again what has to be. ``still_alive`` is called while a server
-        loads. Raises :class:`~opd_core.errors.ServingError` for one that cannot be helped."""
+        loads. Raises :class:`~opd_core.errors.ServingError` for one that cannot be helped and that
+        the run needs."""
         states: dict[str, ScoringState] = {}
         with suppress(OSError, ValueError):  # the next turn reads it
             states = read_state(self._session.run.directory / SCORING_FILE)
@@ -77,7 +82,10 @@ class ServerWatch:
                 watched.close()
                 restart = restart_teacher if server.teacher else restart_sampler
                 restart(self._session, server, why, still_alive)
-                watched.begin(self._session.servers[watched.child], state)
+                if watched.child in self._session.given_up:
+                    self._watched.remove(watched)
+                else:
+                    watched.begin(self._session.servers[watched.child], state)
                 return  # minutes may have passed: the others are judged by what is true then
 
     def _tell_away(self, states: dict[str, ScoringState]) -> None:

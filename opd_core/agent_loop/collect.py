@@ -2,7 +2,8 @@
 
 Groups are under way side by side, those of later steps too where rollouts may be stale: they go on
 while a batch trains. How many there may be is bounded, so the sampler never runs away from the
-trainer: the groups of a step (times ``over_sampling``), and those of ``max_staleness`` more.
+trainer: the groups of a step and of ``max_staleness`` more, or ``over_sampling`` times those of a
+step if that is more. A step takes those that are done first.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from opd_core.agent_loop.replay_buffer import ReplayBuffer
 from opd_core.agent_loop.survivors import Survivors
 from opd_core.errors import SurvivorError
 from opd_core.rollout import Group, RolloutState, Status
-from opd_core.rollout_json import from_plain, refused_as, to_plain
+from opd_core.rollout_json import from_plain, group_from_plain, refused_as, to_plain
 from opd_core.scoring.client import POISON
+
+TOO_OLD = "it waited for so long that its weights are too old (sampling.max_staleness)"
+NOT_NEEDED = "the step had enough groups without it (sampling.over_sampling)"
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +85,7 @@ class Collector:
         self._wanted = groups_per_step
         self._limit = limit
         self._max_staleness = max_staleness
-        self._started_for_step = math.ceil(groups_per_step * over_sampling)
+        self._over_sampling = over_sampling
         self._teachers = teachers
         self._on_group = on_group
         self.survivors = Survivors()
@@ -89,7 +93,7 @@ class Collector:
         self._next_id = 0
         self._under_way: dict[asyncio.Task[list[Group]], list[GroupRequest]] = {}
         self._ended: list[Group] = []
-        """COMPLETED groups whose teachers have not been proven since."""
+        """COMPLETED groups whose teachers have not been proven since; none between two steps."""
         self._again: list[GroupRequest] = []
         """Groups that were under way when the state was taken that this collector began from."""
         self._lot: ParkingLot | None = None
@@ -152,47 +156,66 @@ class Collector:
         ``further`` train steps will come. Raises :class:`SurvivorError` when the limit of started
         groups is reached: the step would otherwise loop through the data for ever."""
         survivors = Survivors()
-        room = self._started_for_step + min(self._max_staleness, further) * self._wanted
+        steps = max(self._over_sampling, 1 + min(self._max_staleness, further))
+        room = math.ceil(round(steps * self._wanted, 6))
+        for group in self._buffer.take(len(self._buffer)):
+            self._keep_fresh(group, train_step, survivors, self._buffer.put)
         while True:
-            await self._fill_buffer(train_step, room, survivors)
-            taken = self._buffer.take(self._wanted)
-            stale = [self._too_stale(group, train_step) for group in taken]
-            if not any(stale):
+            self._gather_ended(train_step, survivors)
+            self._start(train_step, room, survivors)
+            missing = self._wanted - len(self._buffer)
+            if self._ended and (len(self._ended) >= missing or not self._under_way):
+                await self._believe_ended(train_step, survivors)
+                if len(self._buffer) >= self._wanted:  # what has ended meanwhile can wait
+                    self._start(train_step, room, survivors)
+                    break
+            elif missing <= 0:
                 break
-            for group, expired in zip(taken, stale, strict=True):
-                if expired:
-                    self._lose(_expired(group), survivors)
-                else:
-                    self._buffer.put(group)
+            else:
+                await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
+        taken = self._buffer.take(self._wanted)
         for group in taken:
             survivors.count(group)
             self.survivors.count(group)
             self._on_group(group)
+        if self._max_staleness == 0:
+            await self._abort_under_way(survivors)
         self._drop_parked(train_step)
         return taken, survivors
 
-    async def _fill_buffer(self, train_step: int, room: int, survivors: Survivors) -> None:
-        """Until the buffer has the step's groups; those of the next steps are under way then."""
-        self._start(train_step, room, survivors)
-        while (missing := self._wanted - len(self._buffer)) > 0:
-            self._gather_ended(survivors)
-            if len(self._ended) >= missing or (self._ended and not self._under_way):
-                await self._believe_ended(train_step, survivors)
-                continue
-            self._start(train_step, room, survivors)
-            if self._under_way:
-                await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
-
-    def _gather_ended(self, survivors: Survivors) -> None:
+    def _gather_ended(self, train_step: int, survivors: Survivors) -> None:
         """Take in what has ended. An error that ended one ends them all."""
         for task in [task for task in self._under_way if task.done()]:
             requests, groups = self._under_way.pop(task), task.result()
             self._leave([key for r in requests for key in self._parked if key[0] == r.group_id])
             for group in groups:
                 if group.status is Status.COMPLETED:
-                    self._ended.append(group)
+                    self._keep_fresh(group, train_step, survivors, self._ended.append)
                 else:
                     self._lose(group, survivors)
+
+    def _keep_fresh(
+        self,
+        group: Group,
+        train_step: int,
+        survivors: Survivors,
+        keep: Callable[[Group], None],
+    ) -> None:
+        """Keep a group unless its weights are too old for this step, and so for every later one."""
+        if train_step - 1 - group.oldest_version > self._max_staleness:
+            self._lose(_lost(group, Status.EXPIRED, "stale", TOO_OLD), survivors)
+        else:
+            keep(group)
+
+    async def _abort_under_way(self, survivors: Survivors) -> None:
+        """On-policy, what a step has left over can train in no other: it is not sampled on, and
+        costs no request."""
+        await self.aclose()
+        aborted, self._again = self._again, []
+        for request in aborted:
+            rollout = RolloutState(request.group_id, 0, request.prompt)
+            group = Group(request.group_id, request.prompt, (rollout,), Status.INIT)
+            self._lose(_lost(group, Status.ABORTED, "over_sampled", NOT_NEEDED), survivors)
 
     async def _believe_ended(self, train_step: int, survivors: Survivors) -> None:
         """Put into the buffer what teachers scored that still score as they did."""
@@ -220,7 +243,7 @@ class Collector:
         count = min(room, limit - survivors.started) - self.ahead
         if count <= 0:
             if not self._under_way and self.ahead < self._wanted:
-                raise self._too_many(train_step, survivors)
+                raise self._too_many(train_step, limit, survivors)
             return
         requests = self._requests(count)
         together = [requests] if self._loop.in_order else [[request] for request in requests]
@@ -238,13 +261,13 @@ class Collector:
             await self._teachers.ready()
         return await self._loop.run(requests, train_step, already)
 
-    def _too_many(self, train_step: int, survivors: Survivors) -> SurvivorError:
+    def _too_many(self, train_step: int, limit: int, survivors: Survivors) -> SurvivorError:
         missing = self._wanted - len(self._buffer) - len(self._ended)
         for group in (*self._buffer.groups, *self._ended):
             survivors.count(group)
         return SurvivorError(
             f"train step {train_step}: {survivors.started} groups were started and "
-            f"{missing} are still missing (limit {self._limit}, "
+            f"{missing} are still missing (limit {limit}, "
             f"task.max_groups_per_step):\n{survivors.table()}",
             dict(survivors.as_counts()),
         )
@@ -256,10 +279,6 @@ class Collector:
         taken = self._queue.take(count - len(again))
         new = [GroupRequest(first + i, prompt, tries) for i, (prompt, tries) in enumerate(taken)]
         return [*again, *new]
-
-    def _too_stale(self, group: Group, train_step: int) -> bool:
-        oldest = min(rollout.oldest_version for rollout in group.rollouts)
-        return train_step - 1 - oldest > self._max_staleness
 
     def _drop_parked(self, train_step: int) -> None:
         """Parked rollouts of groups that nobody has asked for will never be."""
@@ -280,13 +299,23 @@ class Collector:
                 self._lot.remove(rollout)
 
 
-def _expired(group: Group) -> Group:
-    said = "it waited for so long that its weights are too old (sampling.max_staleness)"
-    rollouts = tuple(
-        replace(rollout, status=Status.EXPIRED, cause="stale", error_msg=said)
-        for rollout in group.rollouts
+def asked_again(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A collector's state in which the groups of the buffer are under way: for a run of other
+    settings, where what was sampled and scored counts for nothing."""
+    saved: CollectorState = from_plain(CollectorState, state)
+    groups = [group_from_plain(plain) for plain in saved.buffer]
+    asked = [Asked(group.group_id, group.prompt.row, 0) for group in groups]
+    plain: dict[str, Any] = to_plain(
+        replace(saved, buffer=(), under_way=(*saved.under_way, *asked))
     )
-    return replace(group, rollouts=rollouts, status=Status.EXPIRED, cause="stale")
+    return plain
+
+
+def _lost(group: Group, status: Status, cause: str, said: str) -> Group:
+    rollouts = tuple(
+        replace(rollout, status=status, cause=cause, error_msg=said) for rollout in group.rollouts
+    )
+    return replace(group, rollouts=rollouts, status=status, cause=cause)
 
 
 def _holds_poison(group: Group) -> bool:

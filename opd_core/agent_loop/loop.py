@@ -24,6 +24,8 @@ from opd_core.sampling.protocol import Sampler, rollout_seed
 Key = tuple[int, int]
 """Group id and index of a rollout."""
 
+INTERRUPTED = "it was interrupted when its group's first tokens were of weights too old to go on"
+
 logger = logging.getLogger(__name__)
 
 
@@ -114,9 +116,13 @@ class AgentLoop:
     ) -> Group:
         """One group; every rollout goes on as soon as it is sampled."""
 
+        lost: list[RolloutState] = []
+
         async def rollout(index: int) -> RolloutState:
-            sampled = await self._sampled(request, index, train_step, there)
-            return await self._after_sampling(sampled)
+            sampled = await self._sampled(request, index, train_step, there, lost)
+            if sampled.status is not Status.COMPLETED:
+                lost.append(sampled)
+            return sampled if lost else await self._after_sampling(sampled)
 
         async with asyncio.TaskGroup() as tasks:  # unlike gather, it leaves nothing behind
             siblings = [tasks.create_task(rollout(i)) for i in range(self._settings.group_size)]
@@ -132,7 +138,7 @@ class AgentLoop:
         async with asyncio.TaskGroup() as tasks:
             sampled = [
                 [
-                    tasks.create_task(self._sampled(request, index, train_step, there))
+                    tasks.create_task(self._sampled(request, index, train_step, there, ()))
                     for index in range(self._settings.group_size)
                 ]
                 for request in requests
@@ -177,9 +183,11 @@ class AgentLoop:
         index: int,
         train_step: int,
         there: Mapping[Key, RolloutState],
+        lost: Sequence[RolloutState],
     ) -> RolloutState:
         """The rollout that is there, else one sampled now: COMPLETED, FAILED by its tool, or
-        EXPIRED because an interruption left it too far behind."""
+        EXPIRED because an interruption left it too far behind, or one of its siblings in
+        ``lost``."""
         if (request.group_id, index) in there:
             return there[request.group_id, index]
         seed = rollout_seed(
@@ -187,9 +195,8 @@ class AgentLoop:
         )
         part = SampledPart((request.group_id, index), request.prompt, seed)
         while not part.finish_reason:
-            if part.policy_versions and await self._too_stale(part):
-                said = "it was interrupted too often: its first tokens are of weights too old"
-                return self._rollout(part, Status.EXPIRED, "stale", said)
+            if lost or (part.policy_versions and await self._too_stale(part)):
+                return self._rollout(part, Status.EXPIRED, "stale", INTERRUPTED)
             with self.sampling:
                 await part.sample(
                     self._sampler,
@@ -227,7 +234,7 @@ class AgentLoop:
 
     async def _after_sampling(self, rollout: RolloutState) -> RolloutState:
         """What can be done for a rollout alone, beside its siblings."""
-        if rollout.status is not Status.COMPLETED:
+        if rollout.status is not Status.COMPLETED or self._dropped(rollout):
             return rollout
         if self._filter is not None:
             return await self._judged(rollout)
@@ -241,12 +248,12 @@ class AgentLoop:
 
     async def _end_group(self, rollouts: tuple[RolloutState, ...]) -> Group:
         """What needs all of a group: batch judge, filter, and the group's status."""
-        rollouts = await self._judged_together(rollouts)
         if _all_completed(rollouts) and not any(map(self._trains, rollouts)):
             return _group(_filtered(rollouts, "truncated"), Status.FILTERED)
+        rollouts = await self._judged_together(rollouts)
         if self._filter is not None and _all_completed(rollouts):
             try:
-                passes = self._filter(rollouts)
+                passes = self._filter(tuple(r for r in rollouts if not self._dropped(r)))
             except Exception as error:  # a user's function: its failure is this group's reason
                 said = f"filter_func raised {type(error).__name__}: {error}"
                 rollouts = tuple(r.failed("filter_func", said) for r in rollouts)
@@ -265,6 +272,10 @@ class AgentLoop:
 
     def _trains(self, rollout: RolloutState) -> bool:
         return rollout.trains(self._settings.truncated)
+
+    def _dropped(self, rollout: RolloutState) -> bool:
+        """Whether judges and filters are not to see it."""
+        return self._settings.truncated == "drop" and not self._trains(rollout)
 
     async def _scored(self, rollout: RolloutState) -> RolloutState:
         if self._scorer is None or not self._trains(rollout):
@@ -285,11 +296,12 @@ class AgentLoop:
     ) -> tuple[RolloutState, ...]:
         if self._batch_judge is None or not _all_completed(rollouts):
             return rollouts
+        judged = [rollout for rollout in rollouts if not self._dropped(rollout)]
         try:
-            rewards = await self._batch_judge.judge_batch(rollouts)
+            rewards = iter(await self._batch_judge.judge_batch(judged))
         except JudgeError as error:
             return tuple(r.failed("judge", str(error)) for r in rollouts)
-        return tuple(replace(r, reward=w) for r, w in zip(rollouts, rewards, strict=True))
+        return tuple(r if self._dropped(r) else replace(r, reward=next(rewards)) for r in rollouts)
 
 
 class BusyClock:
@@ -330,7 +342,7 @@ def _filtered(rollouts: tuple[RolloutState, ...], cause: str) -> tuple[RolloutSt
 
 
 def _group(rollouts: tuple[RolloutState, ...], status: Status) -> Group:
-    cause = next((r.cause for r in rollouts if r.cause), "")
+    cause = next((r.cause for r in rollouts if r.cause and r.status is status), "")
     return Group(rollouts[0].group_id, rollouts[0].prompt, rollouts, status, cause)
 
 

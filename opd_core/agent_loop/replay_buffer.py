@@ -49,7 +49,7 @@ class ReplayBuffer:
     def take(self, count: int) -> list[Group]:
         """Remove and return ``count`` groups: those of the oldest weights, which would be too old
         first, and of these those with the lowest ids."""
-        self._groups.sort(key=lambda group: (_oldest_version(group), group.group_id))
+        self._groups.sort(key=lambda group: (group.oldest_version, group.group_id))
         taken, self._groups = self._groups[:count], self._groups[count:]
         return taken
 
@@ -85,7 +85,3 @@ class ReplayBuffer:
                 f"{who} has reward {rollout.reward}, and task_adv_weight is above 0: the judge "
                 "must give every rollout a finite number"
             )
-
-
-def _oldest_version(group: Group) -> int:
-    return min(rollout.oldest_version for rollout in group.rollouts)

@@ -67,8 +67,9 @@ class Moments:
 
 @dataclass(slots=True)
 class Tally:
-    """The groups of one outcome. ``length`` is in response tokens and leaves out rollouts of which
-    none was sampled; ``sources`` counts groups by ``data_source``."""
+    """The groups of one outcome. ``length`` is in response tokens that the student sampled, and
+    leaves out rollouts that did not come to an end; ``sources`` counts groups by
+    ``data_source``."""
 
     groups: int = 0
     rollouts: int = 0
@@ -80,7 +81,8 @@ class Tally:
         """Count one group."""
         self.groups += 1
         self.rollouts += len(group.rollouts)
-        self.length.take(len(r.response_ids) for r in group.rollouts if r.response_ids)
+        ended = (r for r in group.rollouts if r.response_ids and r.finish_reason)
+        self.length.take(rollout.sampled_tokens for rollout in ended)
         rewards = (r.reward for r in group.rollouts if r.reward is not None)
         self.reward.take(reward for reward in rewards if math.isfinite(reward))
         self.sources[group.prompt.data_source] += 1

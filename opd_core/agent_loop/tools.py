@@ -39,15 +39,18 @@ class ToolRunner(FunctionRunner):
         raise self._failed(f"expected text, or None to end the answer, got {said!r:.80}")
 
 
-def stop_ids_of(tool_stop: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
-    """The ids of the tokens that end a turn; ``tokenizer`` is the student's (transformers).
+def stop_ids_of(
+    tool_stop: Sequence[str], tokenizer: Any, end_ids: Sequence[int]
+) -> tuple[int, ...]:
+    """The ids of the tokens that end a turn; ``tokenizer`` is the student's (transformers), and
+    ``end_ids`` are all tokens that end its answers.
 
     Raises :class:`ConfigError` for a text that is not exactly one token, or ends the whole answer.
     """
-    return tuple(_stop_id(text, tokenizer) for text in tool_stop)
+    return tuple(_stop_id(text, tokenizer, end_ids) for text in tool_stop)
 
 
-def _stop_id(text: str, tokenizer: Any) -> int:
+def _stop_id(text: str, tokenizer: Any, end_ids: Sequence[int]) -> int:
     try:
         ids = tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # some tokenizers refuse what they do not know
@@ -61,10 +64,10 @@ def _stop_id(text: str, tokenizer: Any) -> int:
             f"task.tool_stop: expected one token of the student's tokenizer, but {text!r} is "
             f"{tokens}: name a text that is exactly one"
         )
-    if ids[0] == tokenizer.eos_token_id:
+    if ids[0] in end_ids:
         raise ConfigError(
-            f"task.tool_stop: {text!r} is the student's end token, which ends the answer and not "
-            "a turn: remove it"
+            f"task.tool_stop: {text!r} is an end token of the student, which ends the answer and "
+            "not a turn: remove it"
         )
     return int(ids[0])
 

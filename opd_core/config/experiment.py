@@ -150,11 +150,42 @@ class ExperimentConfig(Frozen):
                 "sampling.devices: servers that sample while the student trains need devices of "
                 "their own: name them, or write max_staleness: 0"
             )
-        if student.gpus and sampling.sync_by != "disk" and shared != (sampling.sync_by == "tensor"):
+        return self
+
+    @model_validator(mode="after")
+    def _weights_reach_the_servers(self) -> Self:
+        sampling = self.sampling
+        if not (sampling.by_servers and self.student.gpus):
+            return self
+        by, shared, lmdeploy = sampling.sync_by, self.shares_gpus, sampling.engine == "lmdeploy"
+        if by == "distributed" and shared:
             raise ValueError(
-                f"sampling.weight_sync: {sampling.sync_by} does not fit: handles (tensor) need "
-                "shared devices (sampling.devices: null), a process group (distributed) needs "
-                "separate ones; disk works with both"
+                "sampling.weight_sync: a process group (distributed) needs servers on devices of "
+                "their own: name sampling.devices, or write weight_sync: auto"
+            )
+        if by == "tensor" and lmdeploy and not shared:
+            raise ValueError(
+                "sampling.weight_sync: LMDeploy opens handles (tensor) on the device that trains "
+                "only: write distributed, or sampling.devices: null"
+            )
+        needed, training = sampling.actors * sampling.tp_size, self.training.actors
+        if by == "tensor" and lmdeploy and training < needed:
+            raise ValueError(
+                f"sampling.weight_sync: LMDeploy opens handles (tensor) on the device that trains "
+                f"only, and its servers have {needed} devices (sampling.actors x server.tp_size), "
+                f"of which training.actors: {training} train: write training.actors: {needed}, "
+                "lower sampling.actors, or name sampling.devices (distributed)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_memory_is_divided(self) -> Self:
+        server = self.sampling.server
+        if self.shares_gpus and (server is None or server.memory_fraction is None):
+            raise ValueError(
+                "sampling.server.memory_fraction: name one: servers that share the student's GPUs "
+                "would take most of their memory, and training needs about 16 bytes a parameter, "
+                "divided by the ranks that share them (training.shard_ranks), beside it"
             )
         return self
 

@@ -62,6 +62,12 @@ def gpu_shares(gpus: int, training: int, sampling: int) -> tuple[float, float]:
         return 1.0, 1.0
     if gpus >= max(training, sampling):
         return 0.6, 0.4
+    if sampling == 0:
+        raise ValueError(
+            f"student.devices: {gpus} GPUs beside sampling.devices are too few for {training} "
+            f"training actors, of which no two may share one: name {training} or more besides "
+            "those, or lower training.actors"
+        )
     raise ValueError(
         f"student.devices: {gpus} GPUs are too few for {training} training actors and {sampling} "
         f"sampling actors, of which no two of a kind may share one: name {max(training, sampling)} "
@@ -88,7 +94,7 @@ class TaskSpecConfig(Frozen):
     judge: ImportPath | None = Field(None, description="module:function(text, prompt) -> reward")
     batch_judge: ImportPath | None = Field(None, description="module:function(rollouts) -> rewards")
     judge_timeout_s: float = Field(
-        60.0, gt=0, description="A judge that ends no judgement for so long is taken to hang"
+        60.0, gt=0, description="A judge or tool that ends no call for so long is taken to hang"
     )
     filter_func: ImportPath | None = Field(None, description="module:function(group) -> keep?")
     tool: ImportPath | None = Field(
@@ -99,7 +105,7 @@ class TaskSpecConfig(Frozen):
     tool_stop: tuple[str, ...] = Field(
         (), description="Single tokens that end a turn so that the tool is called"
     )
-    max_turns: int = Field(8, ge=1, description="Turns of the student in one answer with a tool")
+    max_turns: int = Field(8, ge=2, description="Turns of the student in one answer with a tool")
     max_requeue: int = Field(2, ge=0, description="Times that a lost prompt is tried again")
     max_groups_per_step: int | None = Field(
         None, ge=1, description="Groups started for one train step; null is 4 x prompts_per_step"
@@ -113,8 +119,11 @@ class TaskSpecConfig(Frozen):
 
     @model_validator(mode="after")
     def _stops_for_a_tool(self) -> Self:
-        if self.tool_stop and self.tool is None:
-            raise ValueError("tool_stop: nobody is called at these tokens: name a 'tool' too")
+        if bool(self.tool_stop) != (self.tool is not None):
+            raise ValueError(
+                "tool and tool_stop: a tool is called at the tokens of tool_stop, and at no other: "
+                "name both, or neither"
+            )
         return self
 
     @property
@@ -169,8 +178,8 @@ class SamplingConfig(Frozen):
     over_sampling: float = Field(
         1.0,
         ge=1,
-        description="Groups started for a train step, over those that it needs; what is not done "
-        "when the step has enough goes on with the next weights, or expires",
+        description="Groups under way for a train step, over those that it needs, where that is "
+        "more than 1 + max_staleness; on-policy what is left over is given up",
     )
 
     @model_validator(mode="after")
@@ -189,10 +198,11 @@ class SamplingConfig(Frozen):
             raise ValueError("weight_sync: LMDeploy reads no weights from disk: write tensor")
         elif self.engine == "lmdeploy" and self.server and self.server.dtype == "float32":
             raise ValueError("server.dtype: LMDeploy has no float32; write bfloat16 or float16")
-        if self.devices is not None and len(self.devices) < self.actors * self.tp_size:
+        needed = self.actors * self.tp_size
+        if self.devices is not None and len(self.devices) != needed:
             raise ValueError(
-                f"devices: {len(self.devices)} are too few for {self.actors} servers of "
-                f"{self.tp_size} (server.tp_size) each"
+                f"devices: {len(self.devices)} for {self.actors} servers (sampling.actors) of "
+                f"{self.tp_size} (server.tp_size) each: name {needed}, or change sampling.actors"
             )
         return self
 
@@ -273,7 +283,7 @@ class TrainingConfig(Frozen):
     truncated: TruncatedPolicy = Field(
         "train",
         description="Answers cut at max_new_tokens: train them; or train and score none of their "
-        "tokens (mask: the reward counts in its group; drop: as if not sampled)",
+        "tokens (mask: the reward counts in its group; drop: nobody judges it either)",
     )
     reference_kl_weight: float = Field(
         0.0, ge=0, description="Of the reverse KL to the student as it was at the start; 0 is off"

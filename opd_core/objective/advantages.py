@@ -116,7 +116,8 @@ def opd_advantages(
     the expected gradient of the surrogate equals the gradient of the exact reverse KL at each
     position. k is clamped to [-kl_clamp, kl_clamp] first, then the baseline is subtracted. The
     baseline is one constant for the whole batch, the mean of rollout_logprobs - teacher_logprobs,
-    known before the forward pass; it lowers the variance and leaves the expected gradient as it is.
+    known before the forward pass; it lowers the variance and leaves the expected gradient as it is
+    (where no importance weight is truncated).
     The sum is not normalised afterwards: that would erase the teacher.
 
     The reference term keeps the student near its start. It is a part of the advantage for the same

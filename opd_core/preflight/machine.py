@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opd_core.config import ExperimentConfig
+from opd_core.preflight.facts import ModelFacts
 from opd_core.preflight.report import PreflightReport
 from opd_core.serving.servers import teacher_servers
 
@@ -28,7 +29,13 @@ class Gpu:
 
 
 def check_devices(config: ExperimentConfig, report: PreflightReport) -> None:
-    """Every GPU that is named exists, holds nobody's memory, and is given once."""
+    """Every GPU that is named exists, holds nobody's memory, is given once, and is of use."""
+    if config.shares_gpus and (idle := config.training_gpus - config.training.actors) > 0:
+        report.warnings.append(
+            f"student.devices: nothing trains on {idle} of the {config.training_gpus} GPUs, which "
+            "training and its servers share: raise training.actors, name fewer, or give servers "
+            "GPUs of their own (sampling.devices)"
+        )
     wanted: list[tuple[str, str]] = []
     if config.ray.address is None:  # on an existing cluster the student's GPUs are elsewhere
         wanted += [("student", device) for device in _gpus(config.student.devices)]
@@ -119,11 +126,15 @@ def check_room(config: ExperimentConfig, report: PreflightReport) -> None:
 def _check_shared_memory(config: ExperimentConfig, report: PreflightReport) -> None:
     if config.ray.address is not None:
         return
-    store = config.ray.object_store_mb * 2**20
-    if SHARED_MEMORY.exists() and (free := shutil.disk_usage(SHARED_MEMORY).free) < store:
+    store, lent = config.ray.object_store_mb * 2**20, _lent(config, report)
+    if SHARED_MEMORY.exists() and (free := shutil.disk_usage(SHARED_MEMORY).free) < store + lent:
+        beside, way_out = "", ""
+        if lent:
+            beside = f" and weights on their way to the student's servers {lent / 2**20:.0f} MiB"
+            way_out = ", or write sampling.weight_sync: disk"
         report.problems.append(
             f"{SHARED_MEMORY}: {free / 2**20:.0f} MiB free, Ray's object store needs "
-            f"{store / 2**20:.0f} MiB; enlarge it, or lower ray.object_store_mb"
+            f"{store / 2**20:.0f} MiB{beside}; enlarge it, or lower ray.object_store_mb{way_out}"
         )
     weights = report.student.weights_bytes if report.student else 0
     if config.sampling_actors and store < 2 * weights:
@@ -145,8 +156,31 @@ def _on_their_way(config: ExperimentConfig, report: PreflightReport) -> int:
         return 0
     if config.sampling.sync_by != "disk":
         return 0
-    size = report.student.fp32_bytes
-    return WEIGHTS_ON_DISK * (size if config.student.dtype == "float32" else size // 2)
+    return WEIGHTS_ON_DISK * _served_bytes(config, report.student)
+
+
+def _lent(config: ExperimentConfig, report: PreflightReport) -> int:
+    """Bytes of the weights in shared memory, from where SGLang takes them: one bucket, or the
+    embedding, a model's largest tensor, where that is larger."""
+    sampling, student = config.sampling, report.student
+    if student is None or sampling.engine != "sglang" or sampling.sync_by != "tensor":
+        return 0
+    from transformers import AutoConfig  # late, as in facts: they take seconds
+
+    from opd_core.training.weight_buckets import BUCKET_BYTES
+
+    text = AutoConfig.from_pretrained(student.path, local_files_only=True).get_text_config()
+    embedding = student.vocab_size * int(text.hidden_size) * _bytes_per_weight(config)
+    return min(_served_bytes(config, student), max(BUCKET_BYTES, embedding))
+
+
+def _served_bytes(config: ExperimentConfig, student: ModelFacts) -> int:
+    """Size of the weights as servers read them, in the student's dtype."""
+    return student.fp32_bytes * _bytes_per_weight(config) // 4
+
+
+def _bytes_per_weight(config: ExperimentConfig) -> int:
+    return 4 if config.student.dtype == "float32" else 2
 
 
 def _checkpoints(config: ExperimentConfig, report: PreflightReport) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def check_functions(
             report.problems.append(f"{key}: {error}")
     if task.tool_stop and report.student is not None:  # else told by the model check
         try:
-            stop_ids_of(task.tool_stop, tokenizers(config.student.model))
+            stop_ids_of(task.tool_stop, tokenizers(config.student.model), report.student.end_ids)
         except ConfigError as error:
             report.problems.append(str(error))
 

@@ -18,6 +18,8 @@ LOAD_LIMIT_S = 1800.0
 """For one call that moves weights or memory."""
 ANSWER_LIMIT_S = 25.0
 """For one call that moves none; SGLang's own health check gives up after 20 s."""
+IDLE_LIMIT_S = 60.0
+"""So long a server may take to end what it was told to abort."""
 MemoryTag = Literal["weights", "kv_cache"]
 
 
@@ -68,6 +70,21 @@ class StudentServer:
     async def abort_all(self) -> None:
         """End all requests that have reached its scheduler; each is answered with what it has."""
         await self._ask("POST", "/abort_request", ANSWER_LIMIT_S, json={"abort_all": True})
+
+    async def settle(self) -> None:
+        """Return when nothing runs on its scheduler, its cache emptied (SGLang, which dies of it if
+        its memory is released earlier; LMDeploy has no such call). What nobody waits for any more
+        may run on for a moment after :meth:`abort_all`. Raises :class:`ServerLost` if it does not
+        end within ``IDLE_LIMIT_S``."""
+        if self.backend == "lmdeploy":
+            return
+        path = f"/flush_cache?timeout={IDLE_LIMIT_S:.0f}"
+        try:
+            await self.call(path, {}, limit_s=IDLE_LIMIT_S + ANSWER_LIMIT_S)
+        except ServerLost:
+            raise
+        except SamplingError as error:
+            raise ServerLost(f"it does not come to rest: {error}") from None
 
     async def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> None:
         """Give its device's memory back; what was in it is lost. LMDeploy gives all of it."""

@@ -1,9 +1,11 @@
 """In-process sampling with transformers: continuous batching, exact rollout_logprobs.
 
-A finished row leaves at once and a waiting one takes its slot. All of a prompt but its last
-token is prefilled, once for all rows that share it; the last token is decoded with the other
-rows, and so is every sampled one. Every row draws from its own seeded stream of uniform numbers
-(inverse CDF), so what it samples does not depend on its neighbours beyond floating-point noise.
+A finished row leaves at once and a waiting one takes its slot. A prompt is prefilled whole, once
+for all rows that share it and enter together: their first tokens are sampled from that. A row
+whose prompt a running row holds copies it, and decodes the prompt's last token with the other
+rows. All later tokens are decoded together. Every row draws from its own seeded stream of
+uniform numbers (inverse CDF), so what it samples does not depend on its neighbours beyond
+floating-point noise.
 """
 
 from __future__ import annotations
@@ -83,6 +85,8 @@ class TransformersEngine:
             if reason := row.append(int(token), logprob, self._end_ids):
                 finished.append((row.ticket, row.completion(reason, self.policy_version)))
                 self._rows[self._rows.index(row)] = None
+        if finished and self.idle:
+            self._slots.clear()  # an idle engine keeps no memory
         return finished
 
     def interrupt(self) -> list[Ticketed]:
@@ -90,6 +94,7 @@ class TransformersEngine:
         rows = [row for row in self._rows if row] + list(self._waiting)
         self._rows.clear()
         self._waiting.clear()
+        self._slots.clear()
         return [(row.ticket, row.completion("abort", self.policy_version)) for row in rows]
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[list[Ticketed]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
@@ -13,7 +14,6 @@ import transformers
 from torch import Tensor
 
 from opd_core.config import Backend, ExperimentConfig
-from opd_core.errors import SamplingError
 from opd_core.sampling.protocol import Completion, SampleRequest
 from opd_core.sampling.transformers_engine import TransformersEngine
 from opd_core.training import models, sharding
@@ -35,7 +35,7 @@ class SamplingActor:
         engine = (make_engine or _student_engine)(config)
         self._device = str(engine.device)
         self._finished: list[tuple[int, Completion]] = []
-        self._failure: SamplingError | None = None
+        self._failure: Exception | None = None
         self._news = asyncio.Event()
         self._thread = EngineThread(engine, self._deliver, self._fail)
 
@@ -50,7 +50,7 @@ class SamplingActor:
     async def completions(self) -> AsyncIterator[list[tuple[int, Completion]]]:
         """All completions with their tickets as they finish, without an end; for one listener.
 
-        Raises :class:`SamplingError` if the engine fails.
+        Raises :class:`~opd_core.errors.SamplingError`, or what else the engine failed with.
         """
         while True:
             await self._news.wait()
@@ -73,17 +73,22 @@ class SamplingActor:
         self._finished += finished
         self._news.set()
 
-    def _fail(self, error: SamplingError) -> None:
+    def _fail(self, error: Exception) -> None:
         self._failure = error
         self._news.set()
 
 
 class TrainingActor:
-    """One rank of the learner."""
+    """One rank of the learner. ``empty_cache`` is a seam for tests."""
 
-    def __init__(self, config: ExperimentConfig) -> None:
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        empty_cache: Callable[[], None] = torch.cuda.empty_cache,
+    ) -> None:
         _settle(config)
         self._config = config
+        self._empty_cache = empty_cache
         # On the host: with several ranks only a share of it goes to the device, layer by layer.
         cpu = torch.device("cpu")
         self._model = models.load_model(config.student.model, "float32", cpu)
@@ -119,12 +124,14 @@ class TrainingActor:
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """Train on this rank's part of the batch."""
-        return self._learner.update(batch)
+        with self._leaving_room():
+            return self._learner.update(batch)
 
     def weights(self) -> tuple[dict[str, Tensor], None]:
         """The current weights, into the object store, of which rank 0 has them; and a word, for
         those who only wait for it."""
-        return self._learner.weights(), None
+        with self._leaving_room():
+            return self._learner.weights(), None
 
     def save(self, path: str) -> None:
         """Write the student in Hugging Face format."""
@@ -132,20 +139,24 @@ class TrainingActor:
 
     def save_weights(self, path: str) -> None:
         """Write the weights as servers read them."""
-        self._learner.save_weights(Path(path))
+        with self._leaving_room():
+            self._learner.save_weights(Path(path))
 
     def hold_weights(self) -> tuple[Bucket, ...]:
         """Keep the weights as they are now, for servers that take them from here."""
-        self._held = HeldWeights(self._learner.served_weights(), self._learner.device)
+        with self._leaving_room():
+            self._held = HeldWeights(self._learner.served_weights(), self._learner.device)
         return self._held.buckets
 
     def lend_bucket(self, number: int, backend: Backend) -> dict[str, str]:
         """What opens a bucket on this rank's device, or on its host."""
-        return self._held.lend(number, backend)
+        with self._leaving_room():
+            return self._held.lend(number, backend)
 
     def give_back_bucket(self) -> None:
         """Free what was lent last."""
-        self._held.give_back()
+        with self._leaving_room():
+            self._held.give_back()
 
     def meeting_point(self) -> MeetingPoint:
         """Where this rank would open a process group."""
@@ -174,6 +185,13 @@ class TrainingActor:
     def restore(self, folder: str) -> None:
         """Take over a checkpoint."""
         self._learner.restore(Path(folder))
+
+    @contextmanager
+    def _leaving_room(self) -> Iterator[None]:
+        """Give what torch keeps of the device's memory for later to servers that share it."""
+        yield
+        if self._config.shares_gpus:
+            self._empty_cache()
 
 
 def _student_engine(config: ExperimentConfig) -> TransformersEngine:

@@ -40,7 +40,7 @@ from opd_core.training.files import (
     TEACHERS_FILE,
 )
 from opd_core.training.loop import LearnerHandle, SamplerHandle, Sleeper, TrainLoop
-from opd_core.training.models import load_tokenizer
+from opd_core.training.models import end_ids_at, load_tokenizer
 from opd_core.training.step_log import StepLog
 from opd_core.training.step_records import StepRecords
 from opd_core.whole_file import write_whole
@@ -159,7 +159,7 @@ def _turns(
 
     return Turns(
         exits.enter_context(ToolRunner(task.tool, task.judge_timeout_s)),
-        stop_ids_of(task.tool_stop, tokenizer),
+        stop_ids_of(task.tool_stop, tokenizer, end_ids_at(config.student.model, tokenizer)),
         encode,
         decode,
         task.max_turns,

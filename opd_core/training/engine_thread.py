@@ -46,13 +46,14 @@ class Engine(Protocol):
 
 
 class EngineThread:
-    """Hands finished completions to ``deliver`` and what goes wrong to ``fail``, on the loop."""
+    """Hands finished completions to ``deliver`` and what goes wrong to ``fail``, on the loop: a
+    :class:`SamplingError` is final, anything else may go well in another process."""
 
     def __init__(
         self,
         engine: Engine,
         deliver: Callable[[Ticketed], None],
-        fail: Callable[[SamplingError], None],
+        fail: Callable[[Exception], None],
     ) -> None:
         self._engine = engine
         self._deliver, self._fail = deliver, fail
@@ -111,7 +112,7 @@ class EngineThread:
         return finished
 
 
-def _told(error: Exception, engine: Engine) -> SamplingError:
+def _told(error: Exception, engine: Engine) -> Exception:
     if isinstance(error, SamplingError):
         return error
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
@@ -120,4 +121,4 @@ def _told(error: Exception, engine: Engine) -> SamplingError:
             f"({str(error).splitlines()[0][:200]}): lower sampling.max_rows (now "
             f"{engine.max_rows}) or sampling.max_new_tokens"
         )
-    return SamplingError(f"sampling on {engine.device} failed: {type(error).__name__}: {error}")
+    return RuntimeError(f"sampling on {engine.device} failed: {type(error).__name__}: {error}")

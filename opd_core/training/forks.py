@@ -9,9 +9,10 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
+from opd_core.agent_loop.collect import asked_again
 from opd_core.config import RunConfig
 from opd_core.errors import ConfigError
-from opd_core.training.checkpoint_folder import Checkpoint, CheckpointFolder
+from opd_core.training.checkpoint_folder import FACTS, Checkpoint, CheckpointFolder
 from opd_core.training.files import CHECKPOINTS_FOLDER, JOURNAL_FILE
 from opd_core.whole_file import write_whole
 
@@ -54,6 +55,7 @@ def fork_run(source: Path, target: Path) -> ForkPoint:
     try:
         place = target / CHECKPOINTS_FOLDER / checkpoint.path.name
         shutil.copytree(checkpoint.path, place, copy_function=_link_or_copy)
+        _ask_again(place / FACTS)
         lines = (source / JOURNAL_FILE).read_bytes().splitlines(keepends=True)
     except (OSError, shutil.Error) as error:  # a living run may have pruned it meanwhile
         raise ConfigError(f"{checkpoint.path} cannot be taken over ({error}); try again") from None
@@ -61,6 +63,13 @@ def fork_run(source: Path, target: Path) -> ForkPoint:
     kept = [line for line in whole if json.loads(line)["train_step"] <= checkpoint.train_step]
     write_whole(target / JOURNAL_FILE, b"".join(kept))
     return ForkPoint(source.name, checkpoint.train_step)
+
+
+def _ask_again(file: Path) -> None:
+    """Groups that wait in a checkpoint were sampled, judged and scored by other settings."""
+    facts = json.loads(file.read_bytes())
+    facts["loop"] = asked_again(facts["loop"])
+    write_whole(file, json.dumps(facts))
 
 
 def _link_or_copy(source: str, target: str) -> None:

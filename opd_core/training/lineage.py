@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from opd_core.config import ExperimentConfig
+from opd_core.config import ExperimentConfig, ServerConfig
 from opd_core.errors import ConfigError
 from opd_core.recipe import load_recipe, parse_config
 from opd_core.tracking.journal import JournalReader
@@ -85,7 +85,12 @@ ROUNDING: dict[str, tuple[str, ...]] = {
         "sampling.actors",
         "sampling.max_rows",
         "sampling.devices",
-        "sampling.server*",
+        "sampling.server.python",
+        "sampling.server.tp_size",
+        "sampling.server.prefill_tokens",
+        "sampling.server.cpu_threads",
+        "sampling.server.extra_args",
+        "sampling.server.env*",
         "training.actors",
         "training.shard_ranks",
         "training.backend",
@@ -207,12 +212,20 @@ def check_resume(
 
 def changes(before: ExperimentConfig, now: ExperimentConfig) -> list[Change]:
     """Every setting that differs, in the order of a recipe."""
-    old, new = flatten_params(before.resolved()), flatten_params(now.resolved())
+    old, new = _settings(before), _settings(now)
     return [
         Change(key, old.get(key, "-"), new.get(key, "-"))
         for key in old | new
         if old.get(key) != new.get(key)
     ]
+
+
+def _settings(config: ExperimentConfig) -> dict[str, str]:
+    """Every setting by its key, also where servers sample with all defaults (``server: null``)."""
+    sampling = config.sampling
+    if sampling.by_servers and sampling.server is None:
+        sampling = sampling.model_copy(update={"server": ServerConfig()})
+    return flatten_params(config.model_copy(update={"sampling": sampling}).resolved())
 
 
 def _objection(change: Change, before: ExperimentConfig) -> str | None:

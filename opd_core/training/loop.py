@@ -174,7 +174,8 @@ class TrainLoop:
         synced = time.perf_counter()
         shares = {
             "sampling": sampling_s,  # within the wait for the batch
-            "scoring": collected - started - sampling_s,  # what sampling did not hide
+            # What sampling did not hide of scoring, judging and tools.
+            "scoring": collected - started - sampling_s,
             "training": updated - collected,
             "weight_sync": synced - updated,
         }
@@ -291,7 +292,8 @@ class TrainLoop:
 
 
 def rollout_metrics(rollouts: Sequence[RolloutState]) -> Metrics:
-    """Means over the rollouts that train: length, truncation, reward, teacher latency."""
+    """Means over the rollouts of the groups that train: length, truncation, reward, teacher
+    latency."""
     count = max(len(rollouts), 1)
     metrics = {
         "rollout/response_tokens_mean": sum(r.sampled_tokens for r in rollouts) / count,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from opd_core.errors import SamplingError
 from opd_core.sampling.protocol import SampleRequest
@@ -38,8 +38,9 @@ class _Engine:
 class RaySampler(TicketSampler):
     """Sampling actors, all loaded with the student, behind one name; made in an event loop.
 
-    ``spawn`` starts another actor in the place of a dead one; it has ``limit_s`` to be ready.
-    At most ``max_restarts`` are started.
+    ``spawn`` starts another actor in the place of a dead one. An actor has ``limit_s`` to be
+    ready, to stop sampling and to load weights; then it is taken to be dead. At most
+    ``max_restarts`` are started.
     """
 
     def __init__(
@@ -88,9 +89,12 @@ class RaySampler(TicketSampler):
     async def _interrupt(self, before: int) -> None:
         async def interrupt(engine: _Engine) -> None:
             try:
-                await engine.actor.interrupt.remote(before)
+                async with asyncio.timeout(self._limit_s):
+                    await engine.actor.interrupt.remote(before)
             except RayError as error:
                 self._broken(engine, error)
+            except TimeoutError:
+                self._hung(engine)
 
         await asyncio.gather(*map(interrupt, self._living.values()))
 
@@ -102,13 +106,16 @@ class RaySampler(TicketSampler):
                 self._broken(engine, error)
             except SamplingError as error:
                 self._lost(engine, str(error))
+            except TimeoutError:
+                self._hung(engine)
 
         self._weights = weights
         await asyncio.gather(*map(load, self._living.values()))
 
     async def _load_on(self, actor: Any) -> None:
-        """Load the weights synced last and have their version confirmed."""
-        answer = await actor.load_weights.remote(self._weights, self.policy_version)
+        """Load the weights synced last and have their version confirmed. Raises TimeoutError."""
+        async with asyncio.timeout(self._limit_s):
+            answer = await actor.load_weights.remote(self._weights, self.policy_version)
         if answer != self.policy_version:
             raise SamplingError(f"loaded policy version {self.policy_version}, answered {answer}")
 
@@ -128,13 +135,15 @@ class RaySampler(TicketSampler):
             self._fail(SamplingError(f"completions cannot be taken: {error!r}"))
 
     def _broken(self, engine: _Engine, error: RayError) -> None:
-        """An error that the actor raised would come again in its replacement; any other is of its
-        process or its node."""
-        if isinstance(error, RayTaskError):
-            own = own_error(error)
-            self._fail(SamplingError(str(own or f"a sampling actor failed: {plain(error)}")))
+        """An error of this project that the actor raised would come again in its replacement; any
+        other may be of its process, its device or its node."""
+        if (own := own_error(error)) is not None:
+            self._fail(SamplingError(str(own)))
         else:
             self._lost(engine, plain(error))
+
+    def _hung(self, engine: _Engine) -> None:
+        self._lost(engine, f"it does not answer within {self._limit_s:g} s")
 
     def _lost(self, engine: _Engine, cause: str) -> None:
         """Go on without an actor: replace it and give its requests away."""

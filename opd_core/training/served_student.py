@@ -34,13 +34,19 @@ def served_student(config: ExperimentConfig, run_dir: Path) -> ServerSampler:
         servers.backend,
         servers.endpoints,
         _weight_path(config, run_dir),
-        vocab_size=int(AutoConfig.from_pretrained(model, local_files_only=True).vocab_size),
+        vocab_size=vocab_size_at(model),
         end_ids=end_ids_at(model, load_tokenizer(model)),
         max_rows=config.sampling.max_rows,
         # The flow notices, and starts them again one after the other.
         away_limit_s=2 * startup_s * len(servers.endpoints),
         current_endpoints=lambda: read_samplers(place).endpoints,
     )
+
+
+def vocab_size_at(model: str) -> int:
+    """The ids of the student's vocabulary; of its text part, where it has several parts."""
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    return int(config.get_text_config(decoder=True).vocab_size)
 
 
 def _weight_path(config: ExperimentConfig, run_dir: Path) -> WeightPath:

@@ -44,7 +44,7 @@ class TicketSampler(ABC):
         self._unsent: list[int] = []
         self._next_ticket = 0
         self._flush_due = False
-        self._failure: SamplingError | None = None
+        self._failure: Exception | None = None
         self._syncing = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
@@ -136,7 +136,7 @@ class TicketSampler(ABC):
             return ""
         return f"policy version {self.policy_version} was synced last, tokens are of {versions}"
 
-    def _fail(self, error: SamplingError) -> None:
+    def _fail(self, error: Exception) -> None:
         """Nobody samples any more: tell all who wait, and all who come."""
         self._failure = self._failure or error
         for asked in self._asked.values():

@@ -25,6 +25,8 @@ from opd_core.training.weight_buckets import ANYWHERE, Bucket, MeetingPoint
 
 UNFINISHED = "unfinished"
 """The weight version of a server that has not got its last bucket."""
+LAST_WORDS_S = 5.0
+"""So long a server may take to say why it did not come to the group."""
 
 
 class WeightHolder(Protocol):
@@ -78,19 +80,26 @@ class TensorPath:
         """Let rank 0 keep a copy of the weights on its host."""
         self._learner, self._buckets = learner, await learner.hold_weights()
 
-    async def load(self, servers: Sequence[StudentServer], policy_version: int) -> dict[str, str]:
-        """Bucket by bucket, to all servers at once; endpoint and reason of those that failed."""
+    async def load(
+        self, servers: Sequence[StudentServer], policy_version: int
+    ) -> dict[str, SamplingError]:
+        """Bucket by bucket, to all servers at once."""
         giving = _Giving(servers)
         await giving.each(_begin)
-        for number in range(len(self._buckets)):
-            if not giving.left:
-                break
-            last = number == len(self._buckets) - 1
-            lent = await self._learner.lend_bucket(number, giving.left[0].backend)
-            await giving.each(partial(self._give, lent, str(policy_version) if last else None))
-        await self._learner.give_back_bucket()
+        try:
+            for number in range(len(self._buckets)):
+                if not giving.left:
+                    break
+                last = number == len(self._buckets) - 1
+                lent = await self._learner.lend_bucket(number, giving.left[0].backend)
+                await giving.each(partial(self._give, lent, str(policy_version) if last else None))
+        finally:
+            await self._learner.give_back_bucket()
         await giving.each(partial(_end, policy_version))
         return giving.failed
+
+    async def aclose(self) -> None:
+        """The copy lies with rank 0, and ends with it."""
 
     async def _give(
         self, lent: Mapping[str, str], version: str | None, server: StudentServer
@@ -115,11 +124,12 @@ class TensorPath:
 
 
 class DistributedPath:
-    """In a process group of rank 0 and one server's ranks, made anew for each server and sync: one
-    that died or came back then harms no other, and nobody keeps count of who is still in.
+    """In a process group of rank 0 and one server's ranks, made anew for each server and sync:
+    nobody keeps count of who is still in, and with gloo one that dies harms no other.
 
     Run against SGLang's CPU server with gloo. NCCL is unproven; it needs servers on other GPUs than
-    training's, and the same release of NCCL on both sides.
+    training's, and the same release of NCCL on both sides. Its watchdog may end rank 0's process
+    when a server dies in a broadcast: that costs the training actors, not only the server.
     """
 
     def __init__(self, *, tp_size: int = 1) -> None:
@@ -131,15 +141,20 @@ class DistributedPath:
         """Let rank 0 keep a copy of the weights on its host."""
         self._learner, self._buckets = learner, await learner.hold_weights()
 
-    async def load(self, servers: Sequence[StudentServer], policy_version: int) -> dict[str, str]:
-        """One server after the other; endpoint and reason of those that failed."""
+    async def load(
+        self, servers: Sequence[StudentServer], policy_version: int
+    ) -> dict[str, SamplingError]:
+        """One server after the other."""
         failed = {}
         for server in servers:
             try:
                 await self._load_one(server, policy_version)
             except SamplingError as error:
-                failed[server.endpoint] = str(error)
+                failed[server.endpoint] = error
         return failed
+
+    async def aclose(self) -> None:
+        """The copy lies with rank 0, and ends with it."""
 
     async def _load_one(self, server: StudentServer, policy_version: int) -> None:
         await _begin(server)  # answered by its scheduler: it lives, and will come to the group
@@ -166,7 +181,7 @@ class _Giving:
 
     def __init__(self, servers: Sequence[StudentServer]) -> None:
         self.left = list(servers)
-        self.failed: dict[str, str] = {}
+        self.failed: dict[str, SamplingError] = {}
 
     async def each(self, action: Callable[[StudentServer], Awaitable[None]]) -> None:
         asked = self.left
@@ -174,7 +189,7 @@ class _Giving:
         self.left = [s for s, error in zip(asked, done, strict=True) if error is None]
         for server, error in zip(asked, done, strict=True):
             if isinstance(error, SamplingError):
-                self.failed[server.endpoint] = str(error)
+                self.failed[server.endpoint] = error
             elif error is not None:
                 raise error
 
@@ -215,10 +230,23 @@ async def _ask(server: StudentServer, path: str, body: Mapping[str, Any]) -> Non
 
 
 async def _both(server: Awaitable[None], learner: Awaitable[None]) -> None:
-    """Wait for both sides; the server's own words come first."""
-    for error in await asyncio.gather(server, learner, return_exceptions=True):
-        if error is not None:
-            raise error
+    """Wait for both sides. One that fails ends the other, which would wait for it in vain; but the
+    server's own words come first, if it says them within ``LAST_WORDS_S``. A learner that met
+    nobody is :class:`ServerLost`: the server was to blame, and may come back."""
+    serving, learning = asyncio.ensure_future(server), asyncio.ensure_future(learner)
+    try:
+        await asyncio.wait({serving, learning}, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait({serving}, timeout=LAST_WORDS_S if learning.done() else 0)
+    finally:
+        serving.cancel()
+        learning.cancel()
+        done = await asyncio.gather(serving, learning, return_exceptions=True)
+    errors = [e for e in done if e is not None and not isinstance(e, asyncio.CancelledError)]
+    if not errors:
+        return
+    if errors[0] is done[1] and isinstance(errors[0], SamplingError):
+        raise ServerLost(str(errors[0])) from None
+    raise errors[0]
 
 
 def _state(server: StudentServer, version: str | None) -> dict[str, Any]:

@@ -556,6 +556,17 @@ def test_without_a_driver_there_is_no_gpu(place: Path, path_of_programs: Path) -
     assert "no GPU '0' on this host (there: none)" in the_problem(place, *on_gpus(["0"], ["cpu"]))
 
 
+def test_shared_gpus_on_which_nothing_trains_are_told(place: Path, path_of_programs: Path) -> None:
+    fake_nvidia_smi(path_of_programs, "0, GPU-aa, 4", "1, GPU-bb, 4")
+    server = {"python": sys.executable, "memory_fraction": 0.4}
+    shared = sampled_by("sglang", server=server, actors=2)
+    devices = on_gpus(["0", "1"], ["cpu"])
+    (warning,) = run_preflight(recipe(place, *devices, shared)).warnings
+    assert warning.startswith("student.devices: nothing trains on 1 of the 2 GPUs")
+    ranks = put("training.actors", 2)
+    assert run_preflight(recipe(place, *devices, shared, ranks)).warnings == []
+
+
 def test_a_gpu_that_holds_somebodys_memory_is_told(place: Path, path_of_programs: Path) -> None:
     fake_nvidia_smi(path_of_programs, "0, GPU-aa, 1025", "1, GPU-bb, 4")
     said = the_problem(place, *on_gpus(["0"], ["1"]))
@@ -646,6 +657,24 @@ def test_too_little_shared_memory_is_told(place: Path) -> None:
     assert f"Ray's object store needs {mib} MiB; enlarge it, or lower ray.object_store_mb" in said
     cluster = put("ray", {"address": "http://127.0.0.1:8265", "object_store_mb": mib})
     assert run_preflight(recipe(place, cluster)).problems == []  # it has a store of its own
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="this system has no /dev/shm to be full")
+def test_weights_that_sglang_takes_from_shared_memory_need_room_there(place: Path) -> None:
+    server = {"python": sys.executable}
+    with (place / "student" / "model-2.safetensors").open("wb") as file:
+        file.truncate(3 * 2**29)  # more than one bucket
+    almost_all = put("ray.object_store_mb", shutil.disk_usage("/dev/shm").free // 2**20 - 8)
+    by_handle = sampled_by("sglang", server=server, weight_sync="tensor")
+    (said,) = (
+        p for p in run_preflight(recipe(place, almost_all, by_handle)).problems if "shm" in p
+    )
+    assert "way to the student's servers 1024 MiB; enlarge it" in said
+    assert said.endswith("or write sampling.weight_sync: disk")
+    (place / "student" / "model-2.safetensors").unlink()
+    for changes in (by_handle, sampled_by("sglang", server=server)):  # a student of some KiB
+        problems = run_preflight(recipe(place, almost_all, changes)).problems
+        assert not any("shm" in problem for problem in problems)
 
 
 def test_an_object_store_of_less_than_two_students_is_a_warning(place: Path) -> None:

@@ -24,6 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opd_core.config import Backend, LaunchConfig
+from opd_core.errors import SamplingError
 from opd_core.lifecycle.errors import ChildDied
 from opd_core.lifecycle.handle import Supervisor
 from opd_core.lifecycle.ports import reserve_ports
@@ -76,8 +77,11 @@ class OwnWeights:
     async def prepare(self, learner: Any, policy_version: int) -> None:
         return None
 
-    async def load(self, servers: Any, policy_version: int) -> dict[str, str]:
+    async def load(self, servers: Any, policy_version: int) -> dict[str, SamplingError]:
         return {}
+
+    async def aclose(self) -> None:
+        return None
 
 
 @pytest.fixture(scope="module", params=["sglang", "lmdeploy"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.flows.conftest import opd, prefect_api
+from tests.flows.conftest import opd, prefect_api, wait_until
 
 from .conftest import STARTUP_LIMIT_S, interpreter
 
@@ -29,6 +29,10 @@ ROUNDING = 1e-3
 """Nats between a sampled token's logprob in the server and in training, with the same weights."""
 
 
+def ended(run: Any) -> bool:
+    return run.process.poll() is not None
+
+
 def test_a_killed_sampling_server_is_started_again_and_gets_the_current_weights(
     opd: Callable[..., Any],
 ) -> None:
@@ -43,9 +47,10 @@ def test_a_killed_sampling_server_is_started_again_and_gets_the_current_weights(
         "tracking.tensorboard=false",
         recipe="tiny_sglang",
     )
-    run.wait_for(lambda: run.trained_steps() >= 2, "two train steps")
+    wait_until(lambda: ended(run) or run.trained_steps() >= 2, "two train steps", STARTUP_LIMIT_S)
+    assert not ended(run), run.output()
     os.kill(run.pids_of(STUDENT)[0], signal.SIGKILL)
-    assert run.finish() == 0, run.output()
+    assert run.process.wait(timeout=STARTUP_LIMIT_S) == 0, run.output()
     summary = run.json_file("summary.json")
     assert (summary["status"], summary["train_steps"]) == ("completed", STEPS)
     assert summary["server_restarts"] == {STUDENT: 1}

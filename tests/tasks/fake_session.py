@@ -27,17 +27,24 @@ class Health(BaseHTTPRequestHandler):
 
 @dataclass
 class FakeSupervisor:
-    """Children by name; ``ordered`` are all orders in turn."""
+    """Children by name; ``ordered`` are all orders in turn. The ``silent`` do not answer yet."""
 
     ordered: list[ChildSpec] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
     sockets: dict[str, ThreadingHTTPServer] = field(default_factory=dict)
 
     def spawn(self, spec: ChildSpec) -> None:
         self.ordered.append(spec)
         self.dead.discard(spec.name)
-        socket = self.sockets[spec.name] = ThreadingHTTPServer(("127.0.0.1", spec.ports[0]), Health)
+        if spec.name not in self.silent:
+            self.speak(spec.name)
+
+    def speak(self, name: str) -> None:
+        """Let one answer from now on, where it was ordered last."""
+        port = next(spec.ports[0] for spec in reversed(self.ordered) if spec.name == name)
+        socket = self.sockets[name] = ThreadingHTTPServer(("127.0.0.1", port), Health)
         threading.Thread(target=socket.serve_forever, args=(0.01,)).start()
 
     def die(self, name: str) -> None:

@@ -109,7 +109,8 @@ def test_a_fork_is_a_run_of_its_own_with_the_checkpoint_of_another(tmp_path: Pat
     root = f"run.root={tmp_path}"
     first = open_run.fn(plan_experiment(str(RECIPE), [root]), PreflightReport())
     folder = CheckpointFolder(first.directory / "checkpoints", keep=1, keep_every=0)
-    folder.commit(folder.begin(3), {})
+    loop = {"queue": {}, "next_group_id": 0, "survivors": {}, "buffer": [], "under_way": []}
+    folder.commit(folder.begin(3), {"loop": loop})
     (first.directory / "metrics.jsonl").touch()
     plan = plan_experiment(str(RECIPE), [root, "seed=9"], fork=str(first.directory))
     fork = open_run.fn(plan, PreflightReport())

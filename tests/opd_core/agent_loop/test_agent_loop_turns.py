@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -210,7 +211,8 @@ async def test_only_truncated_answers_that_train_are_scored(
     assert sorted(scorer.scored) == [
         (0, i) for i in ((0, 1, 2, 3) if policy == "train" else (0, 2))
     ]
-    assert [r.reward for r in group.rollouts] == [1.0] * 4
+    of_cut = None if policy == "drop" else 1.0
+    assert [r.reward for r in group.rollouts] == [1.0, of_cut] * 2
 
 
 @pytest.mark.parametrize("policy", ["mask", "drop"])
@@ -221,3 +223,76 @@ async def test_a_group_of_which_nothing_trains_is_filtered_and_costs_no_request(
     (group,) = await make_loop(truncated=policy).run(requests_for(1), train_step=5)
     assert (group.status, group.cause) == (Status.FILTERED, "truncated")
     assert scorer.scored == []
+
+
+async def test_judges_and_filters_do_not_see_what_is_dropped(
+    make_loop: MakeLoop, requests_for: Requests, judge: Any
+) -> None:
+    seen: list[int] = []
+
+    def keep(rollouts: tuple[RolloutState, ...]) -> bool:
+        seen.extend(rollout.index for rollout in rollouts)
+        return True
+
+    loop = make_loop(group_size=4, batch_judge=judge, filter_func=keep, truncated="drop")
+    (group,) = await loop.run(requests_for(1), train_step=5)
+    assert [[r.index for r in batch] for batch in judge.batches] == [[0, 2]]
+    assert seen == [0, 2]
+    assert [r.reward for r in group.rollouts] == [1.0, None, 1.0, None]
+    assert group.status is Status.COMPLETED
+
+
+async def test_a_judge_that_fails_on_a_dropped_answer_costs_nothing(
+    make_loop: MakeLoop, requests_for: Requests, judge: Any
+) -> None:
+    def only_even(text: str, prompt: Prompt) -> float:
+        assert text == "10 10 1"
+        return 1.0
+
+    judge.reward = only_even
+    (group,) = await make_loop(judge=judge, truncated="drop").run(requests_for(1), train_step=5)
+    assert group.status is Status.COMPLETED
+
+
+# ----------------------------------------------------------------------------- groups that are lost
+
+
+async def test_the_siblings_of_an_expired_rollout_are_neither_sampled_on_nor_scored(
+    make_loop: MakeLoop, requests_for: Requests, sampler: Any, scorer: Any
+) -> None:
+    """One is interrupted with tokens, the other with none: that one could go on, for nothing."""
+    asked: list[SampleRequest] = []
+
+    def answer(request: SampleRequest) -> Completion:
+        asked.append(request)
+        if len(asked) <= 2:
+            sampler.version = 5
+            return piece((11,) if request.key[1] == 0 else (), "abort", 4)
+        return piece((12, END), "stop", 5)
+
+    sampler.answer = answer
+    (group,) = await make_loop().run(requests_for(1), train_step=5)
+    assert (group.status, group.cause) == (Status.EXPIRED, "stale")
+    assert len(asked) == 2
+    assert scorer.scored == []
+
+
+async def test_the_cause_of_a_group_is_that_of_its_status(
+    make_loop: MakeLoop, requests_for: Requests, sampler: Any, scorer: Any
+) -> None:
+    async def wait_for_the_sync(request: SampleRequest) -> None:
+        while request.key == (0, 0) and not scorer.scored:
+            await asyncio.sleep(0)
+
+    def answer(request: SampleRequest) -> Completion:
+        if request.key == (0, 0):
+            sampler.version = 5
+            return piece((11,), "abort", 4)
+        return piece((12, END), "stop", 4)
+
+    sampler.before, sampler.answer = wait_for_the_sync, answer
+    sampler.order = lambda requests: requests[::-1]
+    scorer.fails.add((0, 1))
+    (group,) = await make_loop().run(requests_for(1), train_step=5)
+    assert (group.status, group.cause) == (Status.FAILED, "http_503")
+    assert group.error_msg == "teacher 'big': HTTP 503"

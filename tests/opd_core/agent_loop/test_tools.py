@@ -100,14 +100,18 @@ async def test_a_tool_runs_in_a_process_of_its_own_that_is_replaced(make_prompt:
 # ------------------------------------------------------------------------- tokens that end a turn
 
 
+ENDS = (1, 14)
+"""The tiny student's end token, and one that a generation config might name too (``+``)."""
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return load_tokenizer(str(STUDENT))
 
 
 def test_texts_of_one_token_become_its_id(tokenizer: Any) -> None:
-    assert stop_ids_of(("=", ";"), tokenizer) == (16, 17)
-    assert stop_ids_of((), tokenizer) == ()
+    assert stop_ids_of(("=", ";"), tokenizer, ENDS) == (16, 17)
+    assert stop_ids_of((), tokenizer, ENDS) == ()
 
 
 @pytest.mark.parametrize(
@@ -116,12 +120,13 @@ def test_texts_of_one_token_become_its_id(tokenizer: Any) -> None:
         ("=;", "'=;' is '=', ';': name a text that is exactly one"),
         ("", "'' is none"),
         ("x", "the student's tokenizer does not know 'x'"),
-        ("<|end|>", "the student's end token"),
+        ("<|end|>", "is an end token of the student"),
+        ("+", "is an end token of the student"),
     ],
 )
 def test_what_cannot_end_a_turn_is_refused(text: str, said: str, tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"^task\.tool_stop: ") as error:
-        stop_ids_of(("=", text), tokenizer)
+        stop_ids_of(("=", text), tokenizer, ENDS)
     assert said in str(error.value)
 
 
@@ -136,7 +141,7 @@ def test_a_text_that_is_the_unknown_token_is_refused() -> None:
             return ["<unk>"]
 
     with pytest.raises(ConfigError, match="'ß' is '<unk>'"):
-        stop_ids_of(("ß",), Guessing())
+        stop_ids_of(("ß",), Guessing(), ENDS)
 
 
 # --------------------------------------------------------------------------------- the calculator

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from opd_core.sampling.protocol import Completion, SampleRequest, rollout_seed
 from opd_core.sampling.transformers_engine import TransformersEngine
@@ -177,3 +179,22 @@ def test_an_idle_engine_has_nothing_to_step_or_interrupt(model: Any) -> None:
     assert engine.idle
     assert engine.step() == []
     assert engine.interrupt() == []
+
+
+@pytest.mark.parametrize("how", ["finished", "interrupted"])
+def test_an_engine_that_has_nothing_to_do_keeps_no_memory(model: Any, how: str) -> None:
+    def held() -> int:
+        gc.collect()
+        tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    engine = engine_of(model)
+    before = held()
+    engine.submit(list(enumerate(requests_of(12))))
+    engine.step()
+    assert held() > before
+    if how == "finished":
+        finish(engine)
+    else:
+        engine.interrupt()
+    assert held() == before

@@ -35,6 +35,8 @@ class FakeServer:
         self.lets_abort = True
         self.takes_weights = True
         self.refuses_weights = False
+        self.never_rests = False
+        self.hangs_at_weights = False
         self.broken: Callable[[dict[str, Any]], httpx.Response | Exception | None] = lambda body: (
             None
         )
@@ -55,8 +57,12 @@ class FakeServer:
             return httpx.Response(500)
         if path == "/abort_request":
             self.end_all("abort" if self.lets_abort else "")
+        if path == "/flush_cache" and self.never_rests:
+            return httpx.Response(400, text="Timed out waiting for idle state.")
         if path == "/update_weights_from_disk":
             assert not self.in_flight
+            if self.hangs_at_weights:
+                await asyncio.get_running_loop().create_future()
             assert Path(body["model_path"], "weights").exists()
             if self.refuses_weights:
                 return httpx.Response(400, json={"success": False, "message": "out of memory"})
@@ -96,11 +102,12 @@ class FakeServer:
                 waiting = asyncio.get_running_loop().create_future()
                 self._waiting.append(waiting)
                 reason = await waiting
-            return self._sampled([5] if reason == "abort" else [5, END], reason)
+            ids = {"abort": [5], "abort empty": []}.get(reason, [5, END])
+            return self.sampled(ids, reason.removesuffix(" empty"))
         finally:
             self.in_flight -= 1
 
-    def _sampled(self, ids: list[int], reason: str) -> httpx.Response:
+    def sampled(self, ids: list[int], reason: str) -> httpx.Response:
         meta: dict[str, Any] = {
             "finish_reason": {"type": reason},
             "output_token_logprobs": [[-0.5, token] for token in ids],
@@ -141,8 +148,11 @@ class NothingPath:
     async def prepare(self, learner: Any, policy_version: int) -> None:
         return None
 
-    async def load(self, servers: Any, policy_version: int) -> dict[str, str]:
+    async def load(self, servers: Any, policy_version: int) -> dict[str, SamplingError]:
         return {}
+
+    async def aclose(self) -> None:
+        return None
 
 
 def request(number: int = 0, ids: tuple[int, ...] = (2, 5)) -> SampleRequest:
@@ -218,7 +228,7 @@ async def test_a_sync_saves_then_aborts_then_loads_and_checks_the_version(
     }
     await syncing
     names = list(dict.fromkeys(server.calls))
-    assert names == ["/abort_request", "/update_weights_from_disk", "/model_info"]
+    assert names == ["/abort_request", "/flush_cache", "/update_weights_from_disk", "/model_info"]
     assert await sampler.ready() == 7
     assert (tmp_path / "sync/version-000007/weights").exists()
 
@@ -326,7 +336,8 @@ async def test_a_server_with_other_weights_is_lost_and_its_answer_never_taken(
     assert completion.policy_versions == (2, 2)
     assert len(server.prompts) == 2
     assert sampler.replaced == 1
-    assert server.calls[:3] == ["/health_generate", "/abort_request", "/update_weights_from_disk"]
+    names = ["/health_generate", "/abort_request", "/flush_cache", "/update_weights_from_disk"]
+    assert server.calls[:4] == names
 
 
 async def test_what_waits_for_a_place_on_a_lost_server_goes_elsewhere(connect: Connect) -> None:
@@ -428,7 +439,7 @@ async def test_a_failing_server_is_lost_and_asked_again_when_it_is_well(
     server = FakeServer()
     sampler = connect(Servers(a=server))
     await sampler.sync(Learner(), 0)
-    script = [httpx.Response(status, json={"message": "busy"})]
+    script = [httpx.Response(status, json={"message": "busy"}) for _ in range(2)]
     server.broken = lambda body: script.pop() if script else None
     assert (await sampler.sample(request())).finish_reason == "stop"
     assert sampler.replaced == 1
@@ -496,8 +507,9 @@ async def test_sleeping_servers_release_their_memory_and_wait_for_weights(
     assert not server.prompts
     await sampler.sync(Learner(), 1)
     assert (await asked).policy_versions == (1, 1)
-    assert server.calls[:3] == [
+    assert server.calls[:4] == [
         "/abort_request",
+        "/flush_cache",
         "/release_memory_occupation",
         "/resume_memory_occupation",
     ]
@@ -513,6 +525,7 @@ async def test_lmdeploy_has_its_own_calls_and_the_version_is_that_of_the_sync(
     await sampler.sleep()
     await sampler.wake()
     assert server.calls[-2:] == ["/sleep", "/wakeup"]
+    assert "/flush_cache" not in server.calls
 
 
 async def test_a_cancelled_request_gives_its_place_back(connect: Connect) -> None:
@@ -537,3 +550,216 @@ async def test_what_no_server_may_get_is_not_sent(connect: Connect) -> None:
     with pytest.raises(SamplingError, match="vocabulary"):
         await sampler.sample(request(0, (2, VOCAB_SIZE)))
     assert not server.prompts
+
+
+async def test_weights_that_every_server_refuses_are_an_error_at_once(connect: Connect) -> None:
+    servers = Servers(a=FakeServer(), b=FakeServer())
+    sampler = connect(servers, away_limit_s=3600.0)
+    for server in servers.by_host.values():
+        server.refuses_weights = True
+    async with asyncio.timeout(5):
+        with pytest.raises(
+            SamplingError, match=r"every server refused.*http://a.*http://b.*memory"
+        ):
+            await sampler.sync(Learner(), 0)
+
+
+async def test_one_server_that_is_away_and_one_that_refuses_may_still_come_back(
+    connect: Connect,
+) -> None:
+    servers = Servers(a=FakeServer(), b=FakeServer())
+    first, second = servers.by_host["a"], servers.by_host["b"]
+    first.takes_weights, second.refuses_weights = False, True  # one tells another version
+    sampler = connect(servers)
+    syncing = asyncio.create_task(sampler.sync(Learner(), 0))
+    await until(lambda: all(replica.lost for replica in sampler.replicas.all))
+    first.takes_weights = True
+    await syncing
+    assert await sampler.ready() == 0
+
+
+@pytest.mark.parametrize("what", ["sync", "sleep"])
+async def test_a_server_that_does_not_come_to_rest_is_lost_before_it_dies_of_it(
+    connect: Connect, what: str
+) -> None:
+    servers = Servers(a=FakeServer(), b=FakeServer())
+    first = servers.by_host["a"]
+    sampler = connect(servers)
+    await sampler.sync(Learner(), 0)
+    first.never_rests = True
+    first.calls.clear()
+    await (sampler.sync(Learner(), 1) if what == "sync" else sampler.sleep())
+    assert "does not come to rest" in sampler.replicas.all[0].lost
+    assert not {"/update_weights_from_disk", "/release_memory_occupation"} & set(first.calls)
+
+
+async def test_no_weights_stay_on_disk_when_sampling_is_over(
+    connect: Connect, tmp_path: Path
+) -> None:
+    folder = tmp_path / "sync"
+    sampler = connect(Servers(a=FakeServer()))
+    for version in range(2):
+        await sampler.sync(Learner(), version)
+    await sampler.aclose()
+    assert not folder.exists()
+
+
+async def test_what_others_put_beside_the_weights_stays(connect: Connect, tmp_path: Path) -> None:
+    (tmp_path / "sync").mkdir()
+    (tmp_path / "sync/notes").touch()
+    sampler = connect(Servers(a=FakeServer()))
+    await sampler.sync(Learner(), 0)
+    await sampler.aclose()
+    assert [path.name for path in (tmp_path / "sync").iterdir()] == ["notes"]
+
+
+async def test_others_are_not_blamed_for_the_answers_that_a_server_was_lost_with(
+    connect: Connect,
+) -> None:
+    """They were cancelled three times, and never sent alone."""
+    server = FakeServer()
+    sampler = connect(Servers(a=server))
+    await sampler.sync(Learner(), 0)
+    server.at_once = False
+    asked = [asyncio.create_task(sampler.sample(request(n))) for n in range(2)]
+    for turn in range(4):
+        await until(lambda: server.in_flight == 2)
+        server.broken = lambda body: httpx.Response(200, json=[])
+        bad = asyncio.create_task(sampler.sample(request(7 + turn, (2, 7))))
+        await until(lambda turn=turn: sampler.replicas.all[0].lost or sampler.replaced > turn)
+        server.broken = lambda body: None
+        bad.cancel()
+        await until(lambda turn=turn: sampler.replaced > turn)
+    await until(lambda: server.in_flight == 2)  # both at once: neither goes alone
+    server.end_all("stop")
+    assert {c.finish_reason for c in await asyncio.gather(*asked)} == {"stop"}
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [httpx.Response(429), httpx.Response(503), httpx.RemoteProtocolError("keep-alive")],
+    ids=["429", "503", "connection"],
+)
+async def test_trouble_that_passes_loses_no_server(
+    connect: Connect, trouble: httpx.Response | Exception
+) -> None:
+    server = FakeServer()
+    sampler = connect(Servers(a=server))
+    await sampler.sync(Learner(), 0)
+    script = [trouble]
+
+    def broken(body: dict[str, Any]) -> httpx.Response | None:
+        if not script:
+            return None
+        said = script.pop()
+        if isinstance(said, Exception):
+            raise said  # the server itself lives on
+        return said
+
+    server.broken = broken
+    assert (await sampler.sample(request())).finish_reason == "stop"
+    assert (len(server.prompts), sampler.replaced) == (2, 0)
+    assert not sampler.replicas.all[0].lost
+
+
+async def test_an_abort_that_no_sync_caused_is_asked_again_until_there_is_a_token(
+    connect: Connect,
+) -> None:
+    server = FakeServer()
+    sampler = connect(Servers(a=server))
+    await sampler.sync(Learner(), 0)
+    script = [[5], [], []]
+    server.broken = lambda body: server.sampled(script.pop(), "abort") if script else None
+    assert (await sampler.sample(request())).response_ids == (5,)
+    assert len(server.prompts) == 3
+    assert (await sampler.sample(request())).finish_reason == "stop"
+    assert sampler.replaced == 0
+
+
+async def test_a_server_that_only_aborts_is_lost_and_the_request_ends(connect: Connect) -> None:
+    server = FakeServer()
+    sampler = connect(Servers(a=server))
+    await sampler.sync(Learner(), 0)
+    server.broken = lambda body: server.sampled([], "abort")
+    with pytest.raises(SamplingError, match=r"rollout \(0, 0\).*before their first token"):
+        await sampler.sample(request())
+    assert len(server.prompts) == 9
+    await until(lambda: sampler.replaced == 3)
+
+
+async def test_an_empty_abort_by_a_sync_is_passed_on(connect: Connect) -> None:
+    server = FakeServer()
+    sampler = connect(Servers(a=server))
+    await sampler.sync(Learner(), 0)
+    server.at_once = server.lets_abort = False
+    asked = asyncio.create_task(sampler.sample(request()))
+    await until(lambda: server.in_flight)
+    syncing = asyncio.create_task(sampler.sync(Learner(), 1))
+    await until(lambda: "/abort_request" in server.calls[3:])
+    server.end_all("abort empty")
+    assert await asked == Completion((), (), (), "abort")
+    await syncing
+    assert len(server.prompts) == 1
+
+
+async def test_a_request_that_is_never_answered_is_ended_alone_and_named(connect: Connect) -> None:
+    server = FakeServer()
+    sampler = connect(Servers(a=server), request_limit_s=0.02)
+    await sampler.sync(Learner(), 0)
+    server.at_once = False
+    with pytest.raises(SamplingError, match=r"rollout \(0, 0\).*did not answer.*3 times"):
+        await sampler.sample(request())
+    assert len(server.prompts) == 3
+    assert not server.in_flight
+    assert not sampler.replicas.all[0].lost
+
+
+async def test_the_time_asleep_does_not_count_as_away(connect: Connect) -> None:
+    server = FakeServer()
+    sampler = connect(Servers(a=server), away_limit_s=0.3)
+    await sampler.sync(Learner(), 0)
+    server.well = False
+    await sampler.sleep()
+    assert sampler.replicas.all[0].lost
+    await asyncio.sleep(0.4)  # longer than the limit
+    await sampler.wake()
+    server.well = True
+    await sampler.sync(Learner(), 1)
+    assert await sampler.ready() == 1
+
+
+async def test_a_revival_that_fails_in_any_way_is_told_and_tried_again(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = FakeServer()
+    where: list[str] = []
+    knocks = []
+
+    def find() -> list[str]:
+        knocks.append(1)
+        return where
+
+    sampler = connect(Servers(a=server), current_endpoints=find)
+    await sampler.sync(Learner(), 0)
+    server.version = "default"
+    asked = asyncio.create_task(sampler.sample(request()))
+    replica = sampler.replicas.all[0]
+    await until(lambda: len(knocks) == 4)
+    assert "now IndexError" in replica.lost
+    assert replica.lost.startswith("its 2 tokens are of the weights")
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+    where.append("http://a")
+    assert (await asked).policy_versions == (0, 0)
+
+
+async def test_a_server_that_hangs_when_it_comes_back_holds_up_no_sync(connect: Connect) -> None:
+    servers = Servers(a=FakeServer(), b=FakeServer())
+    first = servers.by_host["a"]
+    sampler = connect(servers, revival_limit_s=0.05)
+    await sampler.sync(Learner(), 0)
+    first.version, first.hangs_at_weights = "default", True
+    await sampler.sample(request())
+    await until(lambda: first.calls[-1] == "/update_weights_from_disk")
+    async with asyncio.timeout(5):
+        await sampler.sync(Learner(), 1)
+    assert "no weights taken within" in sampler.replicas.all[0].lost

@@ -65,7 +65,8 @@ def test_each_gets_its_part_of_their_own_devices() -> None:
 
 
 def test_without_devices_of_their_own_they_share_the_students() -> None:
-    given = config(actors=2, student={"devices": ["6", "7"]})
+    server = {"memory_fraction": 0.4}
+    given = config(actors=2, student={"devices": ["6", "7"]}, server=server)
     assert devices(given) == [("6",), ("7",)]
     assert all(server.sampling.shares_devices for server in student_servers(given))  # type: ignore[union-attr]
     with pytest.raises(ValidationError, match="2 GPUs are too few for 3 servers of 1"):

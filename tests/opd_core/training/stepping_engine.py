@@ -145,8 +145,8 @@ class MortalActor:
             if self.dead:
                 raise ActorDiedError
             return await doing
-        except SamplingError as error:
-            words = f"Traceback (most recent call last):\nSamplingError: {error}"
+        except (SamplingError, RuntimeError) as error:
+            words = f"Traceback (most recent call last):\n{type(error).__name__}: {error}"
             raised = RayTaskError("f", words, error, proctitle="actor", pid=1, ip="127.0.0.1")
             raise raised.as_instanceof_cause() from None
         finally:

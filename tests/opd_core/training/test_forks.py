@@ -12,6 +12,15 @@ from opd_core.tracking.journal import Journal, JournalReader
 from opd_core.training.checkpoint_folder import CheckpointFolder
 from opd_core.training.forks import ForkPoint, fork_run, name_of, newest_checkpoint
 
+LOOP = {
+    "queue": {},
+    "next_group_id": 3,
+    "survivors": {},
+    "buffer": [],
+    "under_way": [{"group_id": 2, "row": 7, "tries": 0}],
+}
+"""The state of a collector."""
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
@@ -23,7 +32,7 @@ def source(tmp_path: Path) -> Path:
         checkpoint.state.mkdir()
         (checkpoint.state / "shard").write_bytes(b"numbers of %d" % train_step)
         if train_step < 6:
-            folder.commit(checkpoint, {})
+            folder.commit(checkpoint, {"loop": LOOP})
     with Journal(run_dir / "metrics.jsonl") as journal:
         for train_step in range(7):
             journal.append(train_step, {"x": train_step / 2})
@@ -43,7 +52,10 @@ def test_the_newest_whole_checkpoint_is_taken_and_later_records_are_not(
     checkpoint = newest_checkpoint(target)
     assert checkpoint is not None
     assert (checkpoint.state / "shard").read_bytes() == b"numbers of 4"
-    assert json.loads((checkpoint.path / "loop.json").read_text()) == {"train_step": 4}
+    assert json.loads((checkpoint.path / "loop.json").read_text()) == {
+        "loop": LOOP,
+        "train_step": 4,
+    }
     records = JournalReader(target / "metrics.jsonl").read()
     assert records == JournalReader(source / "metrics.jsonl").read()[:5]
 

@@ -97,7 +97,8 @@ def test_the_cluster_sees_the_students_gpus_only() -> None:
 
 def test_servers_that_sample_have_no_actor_and_keep_their_own_gpus() -> None:
     servers = {"engine": "sglang", "actors": 1}
-    shared = head(devices=["0", "1", "2"], sampling=servers)
+    beside = {"server": {"memory_fraction": 0.4}}
+    shared = head(devices=["0", "1", "2"], sampling={**servers, **beside})
     assert value_of(shared, "--num-cpus") == "4"
     assert shared.env["CUDA_VISIBLE_DEVICES"] == "0,1,2"
     apart = head(devices=["0", "1", "2", "3"], sampling={**servers, "devices": ["1"]})

@@ -121,6 +121,8 @@ def test_the_students_servers_may_be_served_in_another_way(tmp_path: Path) -> No
     more = resume(run_dir, "sampling.server={startup_limit_s: 9, cpu_threads: 2}")
     assert more.sampling.server is not None
     assert more.sampling.server.cpu_threads == 2
+    with pytest.raises(ConfigError, match=r"sampling\.server\.dtype: null → bfloat16"):
+        resume(run_dir, "sampling.server={dtype: bfloat16, cpu_threads: 2}")
 
 
 def test_a_deterministic_run_keeps_what_may_change_its_last_bits(tmp_path: Path) -> None:

@@ -120,7 +120,6 @@ async def test_tokens_of_other_weights_are_never_taken() -> None:
     ("error", "said"),
     [
         (SamplingError("no room for 9 rows"), "no room for 9 rows"),
-        (KeyError("slot"), "sampling on cpu failed: KeyError: 'slot'"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore"),
             "out of memory on cpu while sampling (DefaultCPUAllocator: can't allocate memory): "
@@ -136,6 +135,26 @@ async def test_an_error_of_an_engine_is_everybodys_at_once(error: Exception, sai
     assert sampler.replaced == 0
     with pytest.raises(SamplingError):
         await sampler.ready()
+
+
+async def test_an_error_that_is_none_of_ours_costs_the_actor_only() -> None:
+    broken = MortalActor(SteppingEngine(error=KeyError("slot")))
+    cast = Cast(broken, MortalActor())
+    sampler = cast.sampler()
+    done = await all_of(await ask(sampler, REQUESTS))
+    assert [c.response_ids for c in done] == [tokens_of(r) for r in REQUESTS]
+    assert broken.dead
+    assert sampler.replaced == 1
+
+
+async def test_an_error_that_comes_in_every_actor_ends_with_its_words() -> None:
+    def broken() -> MortalActor:
+        return MortalActor(SteppingEngine(error=KeyError("slot")))
+
+    sampler = Cast(broken(), spawned=broken).sampler(max_restarts=2)
+    (said,) = await errors_of(await ask(sampler, [request(g, tokens=ENDLESS) for g in range(4)]))
+    assert said.startswith("no sampling actor is left after 2 replacements")
+    assert said.endswith("sampling on cpu failed: KeyError: 'slot'")
 
 
 async def test_weights_that_do_not_fit_end_the_sync_and_all_who_wait_for_it() -> None:

@@ -193,6 +193,42 @@ async def test_a_replacement_that_never_comes_is_not_waited_for() -> None:
     assert cast.living == []
 
 
+def hanging(method: str) -> MortalActor:
+    """An actor that never answers these calls."""
+    actor = MortalActor()
+    getattr(actor, method).remote = lambda *_: asyncio.get_running_loop().create_future()
+    return actor
+
+
+@pytest.mark.parametrize("method", ["interrupt", "load_weights"])
+async def test_an_actor_that_hangs_in_a_sync_is_replaced(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cast = Cast(hanging(method), MortalActor())
+    sampler = cast.sampler(limit_s=0.2)
+    asked = await ask(sampler, [request(g, tokens=ENDLESS) for g in range(2)])
+    async with asyncio.timeout(20):
+        await sampler.sync(Weights(), 1)
+    assert {c.finish_reason for c in await all_of(asked)} == {"abort"}
+    assert "it does not answer within 0.2 s" in caplog.text
+    assert cast.all[0].dead
+    done = await all_of(await ask(sampler, REQUESTS))
+    assert {c.policy_versions for c in done} == {(1,) * 4}
+    assert sampler.replaced == 1
+
+
+async def test_a_replacement_that_hangs_while_it_loads_is_not_waited_for() -> None:
+    cast = Cast(MortalActor(), spawned=lambda: hanging("load_weights"))
+    sampler = cast.sampler(max_restarts=1, limit_s=0.2)
+    async with asyncio.timeout(20):
+        await sampler.sync(Weights(), 1)
+    tasks = await ask(sampler, [request(0, tokens=ENDLESS)])
+    cast.all[0].die()
+    (said,) = await errors_of(tasks)
+    assert said.endswith("the last one: its replacement was not ready after 0.2 s")
+    assert cast.living == []
+
+
 async def test_a_replacement_that_cannot_be_started_is_told() -> None:
     def refuse() -> MortalActor:
         raise ValueError("no such bundle")

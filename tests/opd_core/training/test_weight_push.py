@@ -5,6 +5,7 @@ The servers here only take notes; the real ones are in tests/servers.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from opd_core.config import Backend
 from opd_core.errors import SamplingError
 from opd_core.sampling.server_calls import StudentServer
+from opd_core.sampling.server_wire import ServerLost
 from opd_core.training.weight_buckets import ANYWHERE, Bucket, MeetingPoint
 from opd_core.training.weight_push import UNFINISHED, DistributedPath, TensorPath
 
@@ -82,6 +84,13 @@ class Holder:
         self.done.append("leave")
 
 
+class Lonely(Holder):
+    """Nobody comes to its group."""
+
+    async def join_group(self, meeting: MeetingPoint, world_size: int) -> None:
+        raise SamplingError("a server did not join")
+
+
 @pytest.fixture
 def notes() -> Notes:
     return Notes()
@@ -137,7 +146,7 @@ async def test_a_server_that_refuses_a_bucket_gets_no_more_and_the_others_get_al
     await path.prepare(Holder(), 7)
     failed = await path.load(servers(http, "one", "two"), 7)
     assert list(failed) == ["http://one"]
-    assert "it would not" in failed["http://one"]
+    assert "it would not" in str(failed["http://one"])
     # It must leave the update that it began, or it would begin no other.
     assert notes.paths("one") == ["/begin_weight_update", TAKE_TENSOR, "/end_weight_update"]
     assert notes.versions["two"] == "7"
@@ -155,7 +164,7 @@ async def test_a_server_that_says_success_and_tells_another_version_has_failed()
     transport = httpx.MockTransport(Forgetful().answer)
     async with httpx.AsyncClient(transport=transport) as http:
         failed = await path.load(servers(http, "one"), 7)
-    assert "given the weights 7, it tells default" in failed["http://one"]
+    assert "given the weights 7, it tells default" in str(failed["http://one"])
 
 
 async def test_a_server_that_comes_back_gets_the_same_weights_without_the_others(
@@ -215,8 +224,8 @@ async def test_lmdeploy_on_a_device_without_training_is_told_what_to_write(
     path = TensorPath(devices_of=lambda endpoint: devices)
     await path.prepare(Holder(devices=("0", "1")), 7)
     failed = await path.load(servers(http, "one", backend="lmdeploy"), 7)
-    assert f"{told} training on 0, 1" in failed["http://one"]
-    assert "weight_sync: distributed" in failed["http://one"]
+    assert f"{told} training on 0, 1" in str(failed["http://one"])
+    assert "weight_sync: distributed" in str(failed["http://one"])
     assert notes.asked == []
 
 
@@ -281,22 +290,18 @@ async def test_a_server_that_is_away_is_not_waited_for_in_a_group(http: httpx.As
     await path.prepare(holder, 7)
     async with httpx.AsyncClient(transport=httpx.MockTransport(away)) as client:
         failed = await path.load(servers(client, "one"), 7)
-    assert "cannot connect" in failed["http://one"]
+    assert "cannot connect" in str(failed["http://one"])
     assert holder.done == []
 
 
 async def test_the_servers_own_words_come_before_those_of_the_group(
     notes: Notes, http: httpx.AsyncClient
 ) -> None:
-    class Lonely(Holder):
-        async def join_group(self, meeting: MeetingPoint, world_size: int) -> None:
-            raise SamplingError("a server did not join")
-
     path = DistributedPath()
     await path.prepare(Lonely(), 7)
-    assert "did not join" in (await path.load(servers(http, "one"), 7))["http://one"]
+    assert "did not join" in str((await path.load(servers(http, "one"), 7))["http://one"])
     notes.refusing.add(("one", "/init_weights_update_group"))
-    assert "it would not" in (await path.load(servers(http, "one"), 7))["http://one"]
+    assert "it would not" in str((await path.load(servers(http, "one"), 7))["http://one"])
 
 
 @pytest.mark.parametrize("path", [TensorPath(), DistributedPath()], ids=["tensor", "distributed"])
@@ -313,3 +318,67 @@ async def test_what_is_wrong_with_the_learner_is_no_servers_fault(
     await path.prepare(Dead(), 7)
     with pytest.raises(RuntimeError, match="the actor died"):
         await path.load(servers(http, "one"), 7)
+
+
+async def test_a_server_that_refuses_after_the_group_has_failed_is_still_heard(
+    notes: Notes,
+) -> None:
+    async def slowly(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.05)
+        return notes.answer(request)
+
+    notes.refusing.add(("one", "/init_weights_update_group"))
+    path = DistributedPath()
+    await path.prepare(Lonely(), 7)
+    async with httpx.AsyncClient(transport=httpx.MockTransport(slowly)) as http:
+        failed = await path.load(servers(http, "one"), 7)
+    assert "it would not" in str(failed["http://one"])
+
+
+async def test_what_would_be_refused_again_is_told_from_what_may_pass(
+    notes: Notes, http: httpx.AsyncClient
+) -> None:
+    path = DistributedPath()
+    await path.prepare(Lonely(), 7)
+    assert isinstance((await path.load(servers(http, "one"), 7))["http://one"], ServerLost)
+    notes.refusing.add(("one", "/init_weights_update_group"))
+    assert not isinstance((await path.load(servers(http, "one"), 7))["http://one"], ServerLost)
+
+
+async def test_the_learner_does_not_wait_for_a_server_that_refused(
+    notes: Notes, http: httpx.AsyncClient
+) -> None:
+    class Waiting(Holder):
+        async def join_group(self, meeting: MeetingPoint, world_size: int) -> None:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self.done.append("waits no more")
+
+    notes.refusing.add(("one", "/init_weights_update_group"))
+    path, holder = DistributedPath(), Waiting()
+    await path.prepare(holder, 7)
+    async with asyncio.timeout(5):
+        failed = await path.load(servers(http, "one"), 7)
+    assert "it would not" in str(failed["http://one"])
+    assert holder.done == ["waits no more", "leave"]
+
+
+async def test_a_load_that_is_cancelled_gives_the_bucket_back() -> None:
+    begun = asyncio.Event()
+
+    async def hang(request: httpx.Request) -> httpx.Response:
+        if request.url.path == TAKE_TENSOR:
+            begun.set()
+            await asyncio.get_running_loop().create_future()
+        return httpx.Response(200, json={"success": True})
+
+    path, holder = TensorPath(), Holder()
+    await path.prepare(holder, 7)
+    async with httpx.AsyncClient(transport=httpx.MockTransport(hang)) as http:
+        loading = asyncio.create_task(path.load(servers(http, "one"), 7))
+        await begun.wait()
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+    assert holder.done == ["lend 0", "give back"]
