@@ -1,7 +1,8 @@
 # make demo    set up, then run the tiny experiment (a few minutes on two CPU cores)
 # make test    set up, then run all tests
 # make test-long  whole runs that are killed again and again
-# make test-servers  build the servers' own environments, test real SGLang and LMDeploy (CPU)
+# make test-servers  build the servers' own environments, test real SGLang and LMDeploy (CPU): scoring,
+#              sampling, weight sync, a whole run
 # make check   the fast loop: format, lint, types, import contracts, core tests
 # make bench   benchmarks: they measure and report, they assert nothing
 # make models  build the tiny models and their data again, from nothing
