@@ -3,7 +3,8 @@
 ``values``      what a single setting may be
 ``serving``     servers that a run launches
 ``teacher``     the teacher side: servers, replicas, how teachers enter the advantage
-``student``     the student side: data, task, sampling, training, evaluation
+``sampling``    who samples the student, and how far ahead
+``student``     the rest of the student side: data, task, training, evaluation
 ``experiment``  both sides, the machine, and the rules across the tree
 
 Reading this package costs milliseconds: it imports pydantic and nothing heavier. Unknown keys are
@@ -14,12 +15,12 @@ Files are read by :mod:`opd_core.recipe`; what a setting *means* is documented a
 from __future__ import annotations
 
 from opd_core.config.experiment import ExperimentConfig, RayConfig, RunConfig, TrackingConfig
+from opd_core.config.sampling import SamplingConfig
 from opd_core.config.serving import CONTEXT_MARGIN, Backend, LaunchConfig, ServerConfig
 from opd_core.config.student import (
     DataConfig,
     EvaluationConfig,
     LoRAConfig,
-    SamplingConfig,
     StopConfig,
     StudentConfig,
     TaskSpecConfig,

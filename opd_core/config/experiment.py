@@ -7,10 +7,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from opd_core.config.sampling import SamplingConfig
 from opd_core.config.student import (
     DataConfig,
     EvaluationConfig,
-    SamplingConfig,
     StudentConfig,
     TaskSpecConfig,
     TrainingConfig,
