@@ -150,8 +150,8 @@ async def collect(
             on_group=survivors.count,
         )
         try:
-            for train_step in range(1, STEPS + 1):
-                await collector.collect(train_step)
+            for _ in range(STEPS):  # of one and the same student
+                await collector.collect(train_step=1)
         except TeacherAway as error:
             stopped = str(error)
     return buffer, survivors, stopped
