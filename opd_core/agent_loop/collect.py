@@ -114,15 +114,13 @@ class Collector:
         for task in self._under_way:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
-        going = [request for requests in self._under_way.values() for request in requests]
-        self._again = [*going, *self._again]
+        self._again = self._unfinished()
         self._under_way.clear()
 
     def state(self) -> dict[str, Any]:
         """All that :meth:`restore` needs, as plain JSON data; taken between two steps. Groups under
         way are named only: they are sampled anew."""
-        going = [request for requests in self._under_way.values() for request in requests]
-        asked = [Asked(r.group_id, r.prompt.row, r.tries) for r in [*going, *self._again]]
+        asked = [Asked(r.group_id, r.prompt.row, r.tries) for r in self._unfinished()]
         return {
             "queue": self._queue.state(),
             "next_group_id": self._next_id,
@@ -158,10 +156,11 @@ class Collector:
         survivors = Survivors()
         steps = max(self._over_sampling, 1 + min(self._max_staleness, further))
         room = math.ceil(round(steps * self._wanted, 6))
-        for group in self._buffer.take(len(self._buffer)):
-            self._keep_fresh(group, train_step, survivors, self._buffer.put)
+        oldest = train_step - 1 - self._max_staleness
+        for group in self._buffer.take_older(oldest):
+            self._expire(group, survivors)
         while True:
-            self._gather_ended(train_step, survivors)
+            self._gather_ended(oldest, survivors)
             self._start(train_step, room, survivors)
             missing = self._wanted - len(self._buffer)
             if self._ended and (len(self._ended) >= missing or not self._under_way):
@@ -175,37 +174,32 @@ class Collector:
                 await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
         taken = self._buffer.take(self._wanted)
         for group in taken:
-            survivors.count(group)
-            self.survivors.count(group)
-            self._on_group(group)
+            self._tell(group, survivors)
         if self._max_staleness == 0:
             await self._abort_under_way(survivors)
         self._drop_parked(train_step)
         return taken, survivors
 
-    def _gather_ended(self, train_step: int, survivors: Survivors) -> None:
-        """Take in what has ended. An error that ended one ends them all."""
+    def _unfinished(self) -> list[GroupRequest]:
+        """What is under way, and what is to be asked again."""
+        return [*(r for requests in self._under_way.values() for r in requests), *self._again]
+
+    def _gather_ended(self, oldest: int, survivors: Survivors) -> None:
+        """Take in what has ended; weights before policy version ``oldest`` are too old for this
+        step, and so for every later one. An error that ended one ends them all."""
         for task in [task for task in self._under_way if task.done()]:
             requests, groups = self._under_way.pop(task), task.result()
             self._leave([key for r in requests for key in self._parked if key[0] == r.group_id])
             for group in groups:
-                if group.status is Status.COMPLETED:
-                    self._keep_fresh(group, train_step, survivors, self._ended.append)
-                else:
+                if group.status is not Status.COMPLETED:
                     self._lose(group, survivors)
+                elif group.oldest_version < oldest:
+                    self._expire(group, survivors)
+                else:
+                    self._ended.append(group)
 
-    def _keep_fresh(
-        self,
-        group: Group,
-        train_step: int,
-        survivors: Survivors,
-        keep: Callable[[Group], None],
-    ) -> None:
-        """Keep a group unless its weights are too old for this step, and so for every later one."""
-        if train_step - 1 - group.oldest_version > self._max_staleness:
-            self._lose(_lost(group, Status.EXPIRED, "stale", TOO_OLD), survivors)
-        else:
-            keep(group)
+    def _expire(self, group: Group, survivors: Survivors) -> None:
+        self._lose(_lost(group, Status.EXPIRED, "stale", TOO_OLD), survivors)
 
     async def _abort_under_way(self, survivors: Survivors) -> None:
         """On-policy, what a step has left over can train in no other: it is not sampled on, and
@@ -228,10 +222,13 @@ class Collector:
             else:
                 self._lose(group, survivors)
 
-    def _lose(self, group: Group, survivors: Survivors) -> None:
+    def _tell(self, group: Group, survivors: Survivors) -> None:
         survivors.count(group)
         self.survivors.count(group)
         self._on_group(group)
+
+    def _lose(self, group: Group, survivors: Survivors) -> None:
+        self._tell(group, survivors)
         if group.status is not Status.FILTERED and not _holds_poison(group):
             self._queue.give_back(group.prompt)
 
@@ -282,8 +279,7 @@ class Collector:
 
     def _drop_parked(self, train_step: int) -> None:
         """Parked rollouts of groups that nobody has asked for will never be."""
-        asked = {r.group_id for requests in self._under_way.values() for r in requests}
-        asked |= {request.group_id for request in self._again}
+        asked = {request.group_id for request in self._unfinished()}
         for key in [key for key in self._parked if key[0] not in asked]:
             logger.warning(
                 "parked rollout %d of group %d belongs to no group of train step %d: it is dropped",

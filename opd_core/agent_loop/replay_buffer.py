@@ -53,6 +53,12 @@ class ReplayBuffer:
         taken, self._groups = self._groups[:count], self._groups[count:]
         return taken
 
+    def take_older(self, policy_version: int) -> list[Group]:
+        """Remove and return the groups of which a token is of weights before that version."""
+        older = [group for group in self._groups if group.oldest_version < policy_version]
+        self._groups = [g for g in self._groups if g.oldest_version >= policy_version]
+        return older
+
     def state(self) -> list[dict[str, Any]]:
         """The groups as plain JSON data."""
         return [group_to_plain(group) for group in self._groups]

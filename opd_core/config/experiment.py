@@ -137,8 +137,7 @@ class ExperimentConfig(Frozen):
                 f"sampling.devices: {', '.join(foreign)} are none of the student's "
                 f"({', '.join(student.devices)}): add them to student.devices"
             )
-        servers_devices = sampling.actors * sampling.tp_size
-        if shared and 0 < student.gpus < servers_devices:
+        if shared and 0 < student.gpus < sampling.server_devices:
             raise ValueError(
                 f"student.devices: {student.gpus} GPUs are too few for {sampling.actors} servers "
                 f"of {sampling.tp_size} (sampling.server.tp_size) each: lower sampling.actors"
@@ -168,7 +167,7 @@ class ExperimentConfig(Frozen):
                 "sampling.weight_sync: LMDeploy opens handles (tensor) on the device that trains "
                 "only: write distributed, or sampling.devices: null"
             )
-        needed, training = sampling.actors * sampling.tp_size, self.training.actors
+        needed, training = sampling.server_devices, self.training.actors
         if by == "tensor" and lmdeploy and training < needed:
             raise ValueError(
                 f"sampling.weight_sync: LMDeploy opens handles (tensor) on the device that trains "
@@ -279,6 +278,11 @@ class ExperimentConfig(Frozen):
     def sampling_actors(self) -> int:
         """Sampling actors on Ray; none where servers sample."""
         return 0 if self.sampling.by_servers else self.sampling.actors
+
+    @property
+    def rollout_tokens(self) -> int:
+        """Tokens of the longest rollout, its prompt included."""
+        return self.data.max_prompt_tokens + self.sampling.max_new_tokens
 
     @property
     def shares_gpus(self) -> bool:

@@ -78,7 +78,7 @@ class SamplingConfig(Frozen):
             raise ValueError("weight_sync: LMDeploy reads no weights from disk: write tensor")
         elif self.engine == "lmdeploy" and self.server and self.server.dtype == "float32":
             raise ValueError("server.dtype: LMDeploy has no float32; write bfloat16 or float16")
-        needed = self.actors * self.tp_size
+        needed = self.server_devices
         if self.devices is not None and len(self.devices) != needed:
             raise ValueError(
                 f"devices: {len(self.devices)} for {self.actors} servers (sampling.actors) of "
@@ -90,6 +90,11 @@ class SamplingConfig(Frozen):
     def tp_size(self) -> int:
         """Devices of one server."""
         return self.server.tp_size if self.server else 1
+
+    @property
+    def server_devices(self) -> int:
+        """Devices of all servers together."""
+        return self.actors * self.tp_size
 
     @property
     def by_servers(self) -> bool:

@@ -52,17 +52,13 @@ def check_models(
         _add_card(config, report, _external(name, config), renderings)
 
 
-def _needed_tokens(config: ExperimentConfig) -> int:
-    return config.data.max_prompt_tokens + config.sampling.max_new_tokens
-
-
 def _check_student(
     config: ExperimentConfig,
     student: ModelFacts,
     report: PreflightReport,
     tokenizers: LoadTokenizer,
 ) -> None:
-    if problem := student_context_problem(student, _needed_tokens(config)):
+    if problem := student_context_problem(student, config.rollout_tokens):
         report.problems.append(problem)
     if tokenizers(student.path).chat_template is None:
         report.problems.append(
@@ -77,7 +73,7 @@ def _context_of_samplers(config: ExperimentConfig, student: ModelFacts | None) -
     for server in student_servers(config)[:1]:
         needed, given = needed_context(config, server.backend), server.launch.context_length or 0
         own = (student and student.context_length) or given
-        if own >= _needed_tokens(config) and not needed <= given <= own:
+        if own >= config.rollout_tokens and not needed <= given <= own:
             return (
                 f"the student's servers: their context of {given} tokens has to hold {needed} "
                 f"(data.max_prompt_tokens + sampling.max_new_tokens + "
@@ -141,7 +137,7 @@ def _add_card(
         teacher,
         config.sampling,
         group_size=config.task.group_size,
-        tokens=_needed_tokens(config),
+        tokens=config.rollout_tokens,
         renderings=renderings,
     )
     report.cards.append(card)

@@ -100,7 +100,7 @@ def _make_proof(
         return  # told as well
     models = [report.student, *report.teachers.values()]
     vocab_size = min(model.vocab_size for model in models)
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = config.rollout_tokens
     length = max(3, min(PROOF_TOKENS, longest))
     for row in islice(iter_rows(config.data.train), PROOF_SEQUENCES):
         where = f"{config.data.train}: row {row.number}"

@@ -42,6 +42,10 @@ class Completion:
     finish_reason: FinishReason
 
 
+Ticketed = tuple[int, Completion]
+"""A completion with the number under which an in-process engine was asked for it."""
+
+
 class Sampler(Protocol):
     """An engine, or several behind one name."""
 

@@ -20,14 +20,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from opd_core.errors import SamplingError
-from opd_core.sampling.protocol import Completion, FinishReason, SampleRequest
+from opd_core.sampling.protocol import Completion, FinishReason, SampleRequest, Ticketed
 from opd_core.sampling.slots import SlotModel
 
 ADMIT_SHARE = 8
 """While more rows wait than slots are free, one slot in so many must be free before rows enter:
 they are prefilled together."""
-
-Ticketed = tuple[int, Completion]
 
 
 class TransformersEngine:

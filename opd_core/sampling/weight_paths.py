@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,15 +64,7 @@ class DiskPath:
         folder = self._prepared
         if folder is None:
             raise SamplingError("no weights were prepared that a server could load")
-        tries = (server.update_from_disk(folder, policy_version) for server in servers)
-        done = await asyncio.gather(*tries, return_exceptions=True)
-        failed = {}
-        for server, error in zip(servers, done, strict=True):
-            if isinstance(error, SamplingError):
-                failed[server.endpoint] = error
-            elif error is not None:
-                raise error
-        return failed
+        return await each(servers, lambda server: server.update_from_disk(folder, policy_version))
 
     async def aclose(self) -> None:
         """Remove all versions, and the folder if nothing else is in it."""
@@ -85,6 +77,20 @@ class DiskPath:
         for folder in self._folder.glob("version-*"):
             if folder != self._prepared:
                 shutil.rmtree(folder)
+
+
+async def each(
+    servers: Sequence[StudentServer], action: Callable[[StudentServer], Awaitable[None]]
+) -> dict[str, SamplingError]:
+    """Do it with all servers at once; by endpoint, why it failed with one."""
+    done = await asyncio.gather(*map(action, servers), return_exceptions=True)
+    failed = {}
+    for server, error in zip(servers, done, strict=True):
+        if isinstance(error, SamplingError):
+            failed[server.endpoint] = error
+        elif error is not None:
+            raise error
+    return failed
 
 
 def check_not_refused(

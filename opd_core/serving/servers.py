@@ -93,8 +93,7 @@ def student_servers(config: ExperimentConfig) -> tuple[Server, ...]:
     sampling = config.sampling
     if sampling.engine == "transformers":
         return ()
-    shares = sampling.devices is None and config.student.gpus > 0
-    role = SamplingRole(sampling.max_rows, shares_devices=shares)
+    role = SamplingRole(sampling.max_rows, shares_devices=config.shares_gpus)
     return tuple(
         Server(None, number, sampling.engine, student_launch(config, number), sampling=role)
         for number in range(sampling.actors)
@@ -126,5 +125,4 @@ def student_launch(config: ExperimentConfig, number: int) -> LaunchConfig:
 
 def needed_context(config: ExperimentConfig, backend: Backend) -> int:
     """Tokens that a server must be able to hold: a rollout, and what the backend keeps back."""
-    rollout = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    return rollout + CONTEXT_MARGIN[backend]
+    return config.rollout_tokens + CONTEXT_MARGIN[backend]

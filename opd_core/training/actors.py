@@ -14,11 +14,11 @@ import transformers
 from torch import Tensor
 
 from opd_core.config import Backend, ExperimentConfig
-from opd_core.sampling.protocol import Completion, SampleRequest
+from opd_core.sampling.protocol import SampleRequest, Ticketed
 from opd_core.sampling.transformers_engine import TransformersEngine
 from opd_core.training import models, sharding
 from opd_core.training.batch import TrainBatch
-from opd_core.training.engine_thread import Engine, EngineThread, Ticketed
+from opd_core.training.engine_thread import Engine, EngineThread
 from opd_core.training.learner import Learner
 from opd_core.training.weight_buckets import Bucket, HeldWeights, MeetingPoint
 
@@ -34,7 +34,7 @@ class SamplingActor:
         _settle(config)
         engine = (make_engine or _student_engine)(config)
         self._device = str(engine.device)
-        self._finished: list[tuple[int, Completion]] = []
+        self._finished: list[Ticketed] = []
         self._failure: Exception | None = None
         self._news = asyncio.Event()
         self._thread = EngineThread(engine, self._deliver, self._fail)
@@ -47,7 +47,7 @@ class SamplingActor:
         """Take requests with their tickets."""
         self._thread.submit(asked)
 
-    async def completions(self) -> AsyncIterator[list[tuple[int, Completion]]]:
+    async def completions(self) -> AsyncIterator[list[Ticketed]]:
         """All completions with their tickets as they finish, without an end; for one listener.
 
         Raises :class:`~opd_core.errors.SamplingError`, or what else the engine failed with.
@@ -69,7 +69,7 @@ class SamplingActor:
         await self._thread.load_weights(weights, policy_version)
         return policy_version
 
-    def _deliver(self, finished: Ticketed) -> None:
+    def _deliver(self, finished: Sequence[Ticketed]) -> None:
         self._finished += finished
         self._news.set()
 

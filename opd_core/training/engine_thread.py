@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from opd_core.errors import SamplingError
-from opd_core.sampling.protocol import Completion, SampleRequest
+from opd_core.sampling.protocol import Completion, SampleRequest, Ticketed
 from opd_core.training.learner import is_out_of_memory
 
 GATHER_S = 0.02
@@ -25,8 +25,6 @@ driver about a millisecond."""
 
 ABORTED = Completion((), (), (), "abort")
 """Of a request that no engine has begun."""
-
-Ticketed = Sequence[tuple[int, Completion]]
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +38,8 @@ class Engine(Protocol):
     @property
     def idle(self) -> bool: ...
     def submit(self, asked: Sequence[tuple[int, SampleRequest]], /) -> None: ...
-    def step(self) -> Ticketed: ...
-    def interrupt(self) -> Ticketed: ...
+    def step(self) -> Sequence[Ticketed]: ...
+    def interrupt(self) -> Sequence[Ticketed]: ...
     def load_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None: ...
 
 
@@ -52,7 +50,7 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        deliver: Callable[[Ticketed], None],
+        deliver: Callable[[Sequence[Ticketed]], None],
         fail: Callable[[Exception], None],
     ) -> None:
         self._engine = engine
@@ -101,9 +99,9 @@ class EngineThread:
             logger.exception("sampling failed")
             self._fail(_told(error, self._engine))
 
-    def _steps(self) -> list[tuple[int, Completion]]:
+    def _steps(self) -> list[Ticketed]:
         """Decode until somebody wants something or completions are to be handed out."""
-        finished: list[tuple[int, Completion]] = []
+        finished: list[Ticketed] = []
         until = time.monotonic() + GATHER_S
         while not (self._wanted or self._engine.idle):
             finished += self._engine.step()

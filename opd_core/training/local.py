@@ -11,8 +11,9 @@ from torch import Tensor
 from opd_core.config import Backend
 from opd_core.errors import SamplingError
 from opd_core.lifecycle.ports import reserve_ports
+from opd_core.sampling.protocol import Ticketed
 from opd_core.training.batch import TrainBatch
-from opd_core.training.engine_thread import Engine, EngineThread, Ticketed
+from opd_core.training.engine_thread import Engine, EngineThread
 from opd_core.training.learner import Learner
 from opd_core.training.ticket_sampler import TicketSampler
 from opd_core.training.weight_buckets import Bucket, HeldWeights, MeetingPoint
@@ -34,7 +35,7 @@ class LocalSampler(TicketSampler):
     async def _load(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         await self._thread.load_weights(weights, policy_version)
 
-    def _take(self, completions: Ticketed) -> None:
+    def _take(self, completions: Sequence[Ticketed]) -> None:
         if stale := self._stale(completions):
             self._fail(SamplingError(stale))
         self._answer(completions)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from opd_core.errors import SamplingError
-from opd_core.sampling.protocol import Completion, SampleRequest
-from opd_core.training.engine_thread import ABORTED, Ticketed
+from opd_core.sampling.protocol import Completion, SampleRequest, Ticketed
+from opd_core.training.engine_thread import ABORTED
 
 
 class GivesWeights(Protocol):
@@ -119,7 +119,7 @@ class TicketSampler(ABC):
         if wanted:
             self._send(wanted)
 
-    def _answer(self, completions: Ticketed) -> None:
+    def _answer(self, completions: Sequence[Ticketed]) -> None:
         if self._failure is not None:
             return
         for ticket, completion in completions:
@@ -129,7 +129,7 @@ class TicketSampler(ABC):
         if not self._asked:
             self._all_answered.set()
 
-    def _stale(self, completions: Ticketed) -> str:
+    def _stale(self, completions: Sequence[Ticketed]) -> str:
         """What is wrong where other weights sampled than those synced last, else nothing."""
         versions = {version for _, c in completions for version in c.policy_versions}
         if versions <= {self.policy_version}:

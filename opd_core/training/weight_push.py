@@ -21,6 +21,7 @@ from opd_core.config import Backend
 from opd_core.errors import SamplingError
 from opd_core.sampling.server_calls import StudentServer
 from opd_core.sampling.server_wire import ServerLost
+from opd_core.sampling.weight_paths import each
 from opd_core.training.weight_buckets import ANYWHERE, Bucket, MeetingPoint
 
 UNFINISHED = "unfinished"
@@ -54,7 +55,23 @@ class WeightHolder(Protocol):
         """Close it."""
 
 
-class TensorPath:
+class _HeldPath:
+    """Of weights that rank 0 holds, for servers of ``tp_size`` ranks each."""
+
+    def __init__(self, *, tp_size: int = 1) -> None:
+        self._tp_size = tp_size
+        self._learner: WeightHolder
+        self._buckets: tuple[Bucket, ...] = ()
+
+    async def prepare(self, learner: WeightHolder, policy_version: int) -> None:
+        """Let rank 0 keep a copy of the weights on its host."""
+        self._learner, self._buckets = learner, await learner.hold_weights()
+
+    async def aclose(self) -> None:
+        """The copy lies with rank 0, and ends with it."""
+
+
+class TensorPath(_HeldPath):
     """By handle, for servers on rank 0's host.
 
     SGLang gets shared memory of the host, whatever devices both sides are on: run against its CPU
@@ -71,14 +88,8 @@ class TensorPath:
         tp_size: int = 1,
         devices_of: Callable[[str], Sequence[str] | None] = lambda endpoint: None,
     ) -> None:
-        self._tp_size = tp_size
+        super().__init__(tp_size=tp_size)
         self._devices_of = devices_of
-        self._learner: WeightHolder
-        self._buckets: tuple[Bucket, ...] = ()
-
-    async def prepare(self, learner: WeightHolder, policy_version: int) -> None:
-        """Let rank 0 keep a copy of the weights on its host."""
-        self._learner, self._buckets = learner, await learner.hold_weights()
 
     async def load(
         self, servers: Sequence[StudentServer], policy_version: int
@@ -97,9 +108,6 @@ class TensorPath:
             await self._learner.give_back_bucket()
         await giving.each(partial(_end, policy_version))
         return giving.failed
-
-    async def aclose(self) -> None:
-        """The copy lies with rank 0, and ends with it."""
 
     async def _give(
         self, lent: Mapping[str, str], version: str | None, server: StudentServer
@@ -123,7 +131,7 @@ class TensorPath:
         return [lent[device] for device in devices]
 
 
-class DistributedPath:
+class DistributedPath(_HeldPath):
     """In a process group of rank 0 and one server's ranks, made anew for each server and sync:
     nobody keeps count of who is still in, and with gloo one that dies harms no other.
 
@@ -131,15 +139,6 @@ class DistributedPath:
     training's, and the same release of NCCL on both sides. Its watchdog may end rank 0's process
     when a server dies in a broadcast: that costs the training actors, not only the server.
     """
-
-    def __init__(self, *, tp_size: int = 1) -> None:
-        self._tp_size = tp_size
-        self._learner: WeightHolder
-        self._buckets: tuple[Bucket, ...] = ()
-
-    async def prepare(self, learner: WeightHolder, policy_version: int) -> None:
-        """Let rank 0 keep a copy of the weights on its host."""
-        self._learner, self._buckets = learner, await learner.hold_weights()
 
     async def load(
         self, servers: Sequence[StudentServer], policy_version: int
@@ -152,9 +151,6 @@ class DistributedPath:
             except SamplingError as error:
                 failed[server.endpoint] = error
         return failed
-
-    async def aclose(self) -> None:
-        """The copy lies with rank 0, and ends with it."""
 
     async def _load_one(self, server: StudentServer, policy_version: int) -> None:
         await _begin(server)  # answered by its scheduler: it lives, and will come to the group
@@ -184,14 +180,8 @@ class _Giving:
         self.failed: dict[str, SamplingError] = {}
 
     async def each(self, action: Callable[[StudentServer], Awaitable[None]]) -> None:
-        asked = self.left
-        done = await asyncio.gather(*map(action, asked), return_exceptions=True)
-        self.left = [s for s, error in zip(asked, done, strict=True) if error is None]
-        for server, error in zip(asked, done, strict=True):
-            if isinstance(error, SamplingError):
-                self.failed[server.endpoint] = error
-            elif error is not None:
-                raise error
+        self.failed |= await each(self.left, action)
+        self.left = [server for server in self.left if server.endpoint not in self.failed]
 
 
 async def _begin(server: StudentServer) -> None:

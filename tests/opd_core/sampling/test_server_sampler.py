@@ -188,6 +188,14 @@ async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
         await sampler.aclose()
 
 
+async def synced(connect: Connect) -> tuple[FakeServer, ServerSampler]:
+    """One server that has been given its weights, and a sampler before it."""
+    server = FakeServer()
+    sampler = connect(Servers(a=server))
+    await sampler.sync(Learner(), 0)
+    return server, sampler
+
+
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(5):
         while not condition():
@@ -244,9 +252,7 @@ async def test_only_the_last_two_versions_stay_on_disk(connect: Connect, tmp_pat
 async def test_a_request_that_reached_the_server_after_the_abort_is_aborted_again(
     connect: Connect,
 ) -> None:
-    server = FakeServer()
-    sampler = connect(Servers(a=server))
-    await sampler.sync(Learner(), 0)
+    server, sampler = await synced(connect)
     server.at_once = server.lets_abort = False
     asked = asyncio.create_task(sampler.sample(request()))
     await until(lambda: server.in_flight)
@@ -351,9 +357,7 @@ async def test_what_waits_for_a_place_on_a_lost_server_goes_elsewhere(connect: C
 
 
 async def test_a_server_that_is_not_there_yet_is_no_requests_fault(connect: Connect) -> None:
-    server = FakeServer()
-    sampler = connect(Servers(a=server))
-    await sampler.sync(Learner(), 0)
+    server, sampler = await synced(connect)
     script = [httpx.ConnectError("refused") for _ in range(4)]
     server.broken = lambda body: script.pop() if script else None
     assert (await sampler.sample(request())).finish_reason == "stop"
@@ -400,9 +404,7 @@ async def test_with_all_servers_lost_too_long_sampling_fails_with_the_reasons(
 
 
 async def test_a_refusal_is_told_in_the_servers_words_and_loses_nobody(connect: Connect) -> None:
-    server = FakeServer()
-    sampler = connect(Servers(a=server))
-    await sampler.sync(Learner(), 0)
+    server, sampler = await synced(connect)
     server.broken = lambda body: httpx.Response(400, json={"error": {"message": "too long"}})
     with pytest.raises(SamplingError, match=r"rollout \(0, 0\).*400.*too long"):
         await sampler.sample(request())
@@ -436,9 +438,7 @@ async def test_a_request_that_ends_servers_is_named_and_the_others_are_answered(
 async def test_a_failing_server_is_lost_and_asked_again_when_it_is_well(
     connect: Connect, status: int
 ) -> None:
-    server = FakeServer()
-    sampler = connect(Servers(a=server))
-    await sampler.sync(Learner(), 0)
+    server, sampler = await synced(connect)
     script = [httpx.Response(status, json={"message": "busy"}) for _ in range(2)]
     server.broken = lambda body: script.pop() if script else None
     assert (await sampler.sample(request())).finish_reason == "stop"
@@ -496,9 +496,7 @@ async def test_a_server_lost_while_it_sleeps_is_let_sleep(connect: Connect) -> N
 async def test_sleeping_servers_release_their_memory_and_wait_for_weights(
     connect: Connect,
 ) -> None:
-    server = FakeServer()
-    sampler = connect(Servers(a=server))
-    await sampler.sync(Learner(), 0)
+    server, sampler = await synced(connect)
     server.calls.clear()
     await sampler.sleep()
     await sampler.wake()
@@ -544,9 +542,7 @@ async def test_a_cancelled_request_gives_its_place_back(connect: Connect) -> Non
 
 
 async def test_what_no_server_may_get_is_not_sent(connect: Connect) -> None:
-    server = FakeServer()
-    sampler = connect(Servers(a=server))
-    await sampler.sync(Learner(), 0)
+    server, sampler = await synced(connect)
     with pytest.raises(SamplingError, match="vocabulary"):
         await sampler.sample(request(0, (2, VOCAB_SIZE)))
     assert not server.prompts
@@ -617,9 +613,7 @@ async def test_others_are_not_blamed_for_the_answers_that_a_server_was_lost_with
     connect: Connect,
 ) -> None:
     """They were cancelled three times, and never sent alone."""
-    server = FakeServer()
-    sampler = connect(Servers(a=server))
-    await sampler.sync(Learner(), 0)
+    server, sampler = await synced(connect)
     server.at_once = False
     asked = [asyncio.create_task(sampler.sample(request(n))) for n in range(2)]
     for turn in range(4):
@@ -643,9 +637,7 @@ async def test_others_are_not_blamed_for_the_answers_that_a_server_was_lost_with
 async def test_trouble_that_passes_loses_no_server(
     connect: Connect, trouble: httpx.Response | Exception
 ) -> None:
-    server = FakeServer()
-    sampler = connect(Servers(a=server))
-    await sampler.sync(Learner(), 0)
+    server, sampler = await synced(connect)
     script = [trouble]
 
     def broken(body: dict[str, Any]) -> httpx.Response | None:
@@ -665,9 +657,7 @@ async def test_trouble_that_passes_loses_no_server(
 async def test_an_abort_that_no_sync_caused_is_asked_again_until_there_is_a_token(
     connect: Connect,
 ) -> None:
-    server = FakeServer()
-    sampler = connect(Servers(a=server))
-    await sampler.sync(Learner(), 0)
+    server, sampler = await synced(connect)
     script = [[5], [], []]
     server.broken = lambda body: server.sampled(script.pop(), "abort") if script else None
     assert (await sampler.sample(request())).response_ids == (5,)
@@ -677,9 +667,7 @@ async def test_an_abort_that_no_sync_caused_is_asked_again_until_there_is_a_toke
 
 
 async def test_a_server_that_only_aborts_is_lost_and_the_request_ends(connect: Connect) -> None:
-    server = FakeServer()
-    sampler = connect(Servers(a=server))
-    await sampler.sync(Learner(), 0)
+    server, sampler = await synced(connect)
     server.broken = lambda body: server.sampled([], "abort")
     with pytest.raises(SamplingError, match=r"rollout \(0, 0\).*before their first token"):
         await sampler.sample(request())
@@ -688,9 +676,7 @@ async def test_a_server_that_only_aborts_is_lost_and_the_request_ends(connect: C
 
 
 async def test_an_empty_abort_by_a_sync_is_passed_on(connect: Connect) -> None:
-    server = FakeServer()
-    sampler = connect(Servers(a=server))
-    await sampler.sync(Learner(), 0)
+    server, sampler = await synced(connect)
     server.at_once = server.lets_abort = False
     asked = asyncio.create_task(sampler.sample(request()))
     await until(lambda: server.in_flight)

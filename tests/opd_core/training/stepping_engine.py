@@ -14,10 +14,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from opd_core.config import ExperimentConfig
 from opd_core.errors import SamplingError
-from opd_core.sampling.protocol import Completion, SampleRequest
+from opd_core.sampling.protocol import Completion, SampleRequest, Ticketed
 from opd_core.training.actors import SamplingActor
-
-Ticketed = list[tuple[int, Completion]]
 
 CONFIG = ExperimentConfig.model_validate(
     {
@@ -68,7 +66,7 @@ class SteppingEngine:
         if asked:
             self.submissions.append([ticket for ticket, _ in asked])
 
-    def step(self) -> Ticketed:
+    def step(self) -> list[Ticketed]:
         if self.error is not None:
             raise self.error
         limit = self.limits.get(self.policy_version, math.inf)
@@ -79,7 +77,7 @@ class SteppingEngine:
         done = [t for t, (request, count) in self._rows.items() if count == request.max_new_tokens]
         return [self._leave(ticket, "length") for ticket in done]
 
-    def interrupt(self) -> Ticketed:
+    def interrupt(self) -> list[Ticketed]:
         return [self._leave(ticket, "abort") for ticket in list(self._rows)]
 
     def load_weights(self, weights: Any, policy_version: int) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from opd_core.errors import SamplingError
-from opd_core.sampling.protocol import Completion, SampleRequest
-from opd_core.training.engine_thread import ABORTED, EngineThread, Ticketed
+from opd_core.sampling.protocol import Completion, SampleRequest, Ticketed
+from opd_core.training.engine_thread import ABORTED, EngineThread
 from opd_core.training.local import LocalSampler
 from tests.opd_core.training.stepping_engine import SteppingEngine, tokens_of
 
@@ -56,7 +56,7 @@ async def test_an_interruption_that_overtakes_requests_ends_them_too(
 ) -> None:
     got: list[tuple[int, Completion]] = []
 
-    def deliver(finished: Ticketed) -> None:
+    def deliver(finished: Sequence[Ticketed]) -> None:
         got.extend(finished)
 
     thread = EngineThread(engine, deliver, pytest.fail)
