@@ -1,6 +1,7 @@
 # make demo    set up, then run the tiny experiment (a few minutes on two CPU cores)
 # make test    set up, then run all tests
 # make test-long  whole runs that are killed again and again
+# make test-teardown  end runs in every way at every moment, stand-ins and real ones (about an hour)
 # make test-servers  build the servers' own environments, test real SGLang and LMDeploy (CPU): scoring,
 #              sampling, weight sync, a whole run
 # make check   the fast loop: format, lint, types, import contracts, core tests
@@ -11,7 +12,7 @@ PIP_ARGS ?=
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 CODE = flows tasks opd_core deployments tests
 
-.PHONY: install demo test test-long test-servers check lint format bench models clean
+.PHONY: install demo test test-long test-teardown test-servers check lint format bench models clean
 
 install:
 	@.ci/make_env $(PYTHON) $(PIP_ARGS)
@@ -25,6 +26,13 @@ test: install
 test-long: install
 	$(PYTEST) -m long tests
 
+# With the sample that `make test` runs; the real SGLang cells need its environment.
+test-teardown: install
+	.venv/bin/opd prepare sglang --device cpu
+	rm -f runs/teardown.jsonl
+	OPD_TEARDOWN_REPORT=runs/teardown.jsonl $(PYTEST) -m "teardown or slow" tests/teardown
+	.venv/bin/python -m tests.teardown.report runs/teardown.jsonl > docs/teardown-matrix.md
+
 # Selected by name, a missing environment is a failure and no skip.
 test-servers: install
 	.venv/bin/opd prepare sglang --device cpu
@@ -32,7 +40,7 @@ test-servers: install
 	OPD_SERVERS_REPORT=runs/servers.json $(PYTEST) -m servers tests/servers
 
 check: lint
-	$(PYTEST) -m "not slow and not long and not servers" -x -q
+	$(PYTEST) -m "not slow and not long and not servers and not teardown" -x -q
 
 lint: install
 	.venv/bin/ruff format --check $(CODE)

@@ -1,4 +1,4 @@
-"""``opd``: run an experiment, check a recipe, prepare models.
+"""``opd``: run an experiment, check a recipe, end what dead runs have left, prepare models.
 
 Exit status: 0 the run completed and left nothing; 1 it failed; 2 the recipe or the machine does not
 fit and nothing was started; 130 interrupted.
@@ -75,7 +75,7 @@ def run(
 
 
 def _run(request: dict[str, Any], as_json: bool) -> None:
-    from deployments.temporary_server import ensure_prefect_api
+    from tasks.temporary_server import ensure_prefect_api
 
     ensure_prefect_api()
     from flows.distill import DistillRequest, distill
@@ -116,6 +116,67 @@ def probe(
     ask = partial(ask, max_concurrency=max_concurrency, context=context, as_json=as_json)
     if not _guarded(ask):
         raise typer.Exit(1)
+
+
+@app.command()
+def drill(
+    ending: Annotated[str, typer.Argument(help="How to end the run; see --list")] = "kill-flow",
+    moment: Annotated[str, typer.Option(help="When to end it; see --list")] = "sampling",
+    recipe: Annotated[str, typer.Option(help="A shipped recipe's name, or a file")] = "tiny",
+    overrides: SetOption = None,
+    show_list: Annotated[bool, typer.Option("--list", help="Show endings and moments")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report last")] = False,
+) -> None:
+    """Rehearse an ending: start a cheap run, end it on purpose, show what is left of it."""
+    from deployments.drill.command import drill as rehearse
+
+    path = str(find_recipe(recipe))
+    hold = partial(rehearse, ending, moment, path, overrides or [], as_json=as_json)
+    if not _guarded(partial(hold, show_list=show_list)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def reap(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what there is")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only")] = False,
+) -> None:
+    """End what your dead runs have left on this machine, and write their final states.
+
+    Exit status 1: something could not be ended or written.
+    """
+    import json
+
+    from tasks.reaping import reap_dead_runs
+
+    report = _guarded(lambda: reap_dead_runs(dry_run))
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+    elif report.lines:
+        from rich.console import Console
+
+        Console(highlight=False).print(report.table())
+    else:
+        typer.echo("every run is settled")
+    if report.left:
+        raise typer.Exit(1)
+
+
+@app.command()
+def receipt(
+    run: Annotated[str, typer.Argument(help="Run id or directory")],
+    overrides: SetOption = None,
+) -> None:
+    """Show what a run started, how each process ended, and that nothing is left."""
+    from opd_core.lifecycle.receipt_text import receipt_text
+    from opd_core.lifecycle.records import read_receipt
+    from opd_core.training.lineage import find_run
+
+    directory = _guarded(lambda: find_run(run, find_recipe("tiny"), overrides or []))
+    found = read_receipt(directory)
+    if found is None:
+        _fail(f"{directory} holds no receipt: the run lives, or died; see `opd reap --dry-run`", 1)
+    typer.echo(receipt_text(found))
 
 
 @app.command()

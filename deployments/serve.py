@@ -1,7 +1,7 @@
 """Serve the flows without a work pool: ``python -m deployments.serve``.
 
 Needs a Prefect server (``PREFECT_API_URL``); runs started in its UI are then executed here, one
-at a time.
+experiment at a time. The janitor runs beside it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,44 @@ from pathlib import Path
 from typing import cast
 
 from prefect import serve
+from prefect.client.schemas.objects import (
+    ConcurrencyLimitConfig,
+    ConcurrencyLimitStrategy,
+)
 from prefect.deployments.runner import RunnerDeployment
 
 import flows  # noqa: F401  (sets the defaults that Prefect reads when it is imported)
 from flows.distill import DistillRequest, distill
+from flows.janitor import janitor
 
 RECIPE = Path(__file__).with_name("recipes") / "tiny.yaml"
+EVERY_QUARTER = "*/15 * * * *"
+
+
+def deployments() -> tuple[RunnerDeployment, RunnerDeployment]:
+    """Both flows, as they are served."""
+    experiment = distill.to_deployment(
+        name="distill",
+        description="One on-policy-distillation experiment, from its checks to its report",
+        parameters={"request": DistillRequest(recipe=str(RECIPE)).model_dump()},
+        concurrency_limit=_one_at_a_time(ConcurrencyLimitStrategy.ENQUEUE),
+    )
+    cleaning = janitor.to_deployment(
+        name="janitor",
+        description="Ends what dead runs have left on this machine",
+        cron=EVERY_QUARTER,
+        concurrency_limit=_one_at_a_time(ConcurrencyLimitStrategy.CANCEL_NEW),
+    )
+    return cast(RunnerDeployment, experiment), cast(RunnerDeployment, cleaning)
+
+
+def _one_at_a_time(further: ConcurrencyLimitStrategy) -> ConcurrencyLimitConfig:
+    return ConcurrencyLimitConfig(limit=1, collision_strategy=further)
 
 
 def main() -> None:
     """Serve until Ctrl-C."""
-    deployment = distill.to_deployment(
-        name="distill",
-        description="One on-policy-distillation experiment, from its checks to its report",
-        parameters={"request": DistillRequest(recipe=str(RECIPE)).model_dump()},
-    )
-    serve(cast(RunnerDeployment, deployment), limit=1)
+    serve(*deployments(), limit=2)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from opd_core.training.lineage import RunPlan
 from tasks.cluster import start_cluster
+from tasks.devices import take_devices
 from tasks.environment import check_environment, open_run, plan_experiment
+from tasks.hooks import conclude
+from tasks.reaping import end_dead_runs
 from tasks.samplers import await_samplers, start_samplers
 from tasks.session import experiment
 from tasks.student import train_student
@@ -51,9 +54,16 @@ def _run_name() -> str:
     return f"distill {Path(request.recipe).stem}"
 
 
-@flow(name="distill", flow_run_name=_run_name)
+@flow(
+    name="distill",
+    flow_run_name=_run_name,
+    on_completion=[conclude],
+    on_failure=[conclude],
+    on_crashed=[conclude],
+)
 def distill(request: DistillRequest = DEFAULT_REQUEST) -> dict[str, Any]:
     """Distil a teacher into a student on the student's own samples; returns the run's summary."""
+    end_dead_runs()
     return run_experiment(
         plan_experiment(request.recipe, request.overrides, request.resume, request.fork)
     )
@@ -61,13 +71,15 @@ def distill(request: DistillRequest = DEFAULT_REQUEST) -> dict[str, Any]:
 
 def run_experiment(plan: RunPlan) -> dict[str, Any]:
     """The stages of one experiment, in order."""
-    checked = check_environment(plan.config)
-    run = open_run(plan, checked)
-    with experiment(run, checked) as session:
-        start_cluster(session)
-        start_teachers(session)
-        start_samplers(session)
-        await_teachers(session)
-        await_samplers(session)
-        train_student(session)
+    with take_devices(plan.config) as lease:
+        checked = check_environment(plan.config)
+        run = open_run(plan, checked)
+        lease.tell(run_id=run.run_id, run_dir=str(run.directory))
+        with experiment(run, checked, lease) as session:
+            start_cluster(session)
+            start_teachers(session)
+            start_samplers(session)
+            await_teachers(session)
+            await_samplers(session)
+            train_student(session)
     return session.summary

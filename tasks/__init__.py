@@ -8,7 +8,12 @@
 ``samplers``    the student's servers, where servers sample
 ``watch``       looks after the servers while the student trains
 ``student``     the training job: submit, follow
+``devices``     the run's devices are nobody else's
+``guard``       ends a flow that nobody looks after; ``hooks``: what Prefect's final state sets free
+``settle``      what a dead flow could not write (``late_tracking``, ``flow_state``)
+``reaping``     ends what dead runs left; ``receipts``: how a run's own end is shown
 ``cards``       the pair check card: terminal, artifact, run directory
-``tracking``    what is told of a run: tags, model card, summary table
+``tracking``    what is told of a run: model card, summary table; ``mlflow_run``: tags and params
 ``console``     what a person at the terminal sees meanwhile
+``temporary_server``  Prefect's server for the length of one command
 """

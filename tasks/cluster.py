@@ -55,6 +55,7 @@ def _start_head(session: Session, temp_dir: Path) -> None:
             grace_s=15.0,
             ports=ports,
             scratch=(temp_dir,),
+            devices=run.config.training_devices,
             ledger_argv=command.argv,
         )
     )

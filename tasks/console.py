@@ -5,13 +5,15 @@ The same lines go to the Prefect run's log. Without a terminal (a worker) only t
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
@@ -25,8 +27,30 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-CONSOLE = Console(stderr=True, highlight=False)
 PLAIN_EVERY_S = 15.0
+
+
+class _Terminal(io.TextIOBase):
+    """Standard error as long as somebody is there: a closed terminal, or a worker that was killed,
+    must not turn a line for a person into an error of the run."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
+
+    def fileno(self) -> int:
+        return sys.stderr.fileno()
+
+
+CONSOLE = Console(file=cast("IO[str]", _Terminal()), highlight=False)
 
 
 @dataclass(slots=True)
@@ -51,7 +75,7 @@ def logger() -> Any:
 
 def announce(text: str, style: str = "") -> None:
     """Tell both the terminal and the run's log."""
-    logger().info(text)
+    _log(logging.INFO, text)
     if TERMINAL.lines:
         # A broken line could not be copied as a command.
         CONSOLE.print(text, style=style or None, markup=False, soft_wrap=True)
@@ -59,9 +83,16 @@ def announce(text: str, style: str = "") -> None:
 
 def warn(text: str) -> None:
     """Tell a warning to both."""
-    logger().warning(text)
+    _log(logging.WARNING, text)
     if TERMINAL.lines:
         CONSOLE.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _log(level: int, text: str) -> None:
+    # Prefect's console ends the process (SystemExit) when the worker that read from it was killed;
+    # that must not happen in the middle of a teardown.
+    with suppress(OSError, SystemExit):
+        logger().log(level, text)
 
 
 class TrainingProgress:

@@ -22,6 +22,7 @@ from pydantic import SecretStr
 
 from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.errors import ConfigError, PreflightError
+from opd_core.lifecycle.settling import SETTLE_S
 from opd_core.preflight import PreflightReport, run_preflight
 from opd_core.preflight.facts import fingerprint
 from opd_core.recipe import load_recipe
@@ -29,6 +30,7 @@ from opd_core.scoring.asking import checked_key
 from opd_core.training.attempts import (
     Attempt,
     RunHistory,
+    await_ending,
     continue_run,
     end_leftovers,
     find_flow_run,
@@ -39,7 +41,9 @@ from opd_core.training.lineage import RunPlan, plan_run
 from opd_core.whole_file import write_whole
 from tasks.cards import card_table, cards_markdown, summary_line, write_cards
 from tasks.console import CONSOLE, TERMINAL, announce, logger, warn
+from tasks.hooks import try_again
 
+MARGIN_S = 30.0
 PAIR_CHECK_KEY = "pair-check"
 """Prefect's key of the artifact with the cards."""
 
@@ -65,6 +69,8 @@ def plan_experiment(
 
     Raises :class:`~opd_core.errors.ConfigError`.
     """
+    if flow_run.id:
+        try_again(str(flow_run.id))
     try:
         plan = plan_run(recipe, overrides, resume=resume, fork=fork)
     except ConfigError:  # what a first try forked from may be gone, or have trained on
@@ -75,8 +81,22 @@ def plan_experiment(
         if plan.resume is None and (tried := _tried_before(plan.config)) is not None:
             plan = plan_run(recipe, resume=str(tried))
     if plan.resume is not None:
-        end_leftovers(plan.resume, plan.config.run.teardown_s)
+        teardown_s = plan.config.run.teardown_s
+        await_ending(plan.resume, teardown_s + SETTLE_S + MARGIN_S, _tell_wait(plan.resume))
+        end_leftovers(plan.resume, teardown_s)
     return plan
+
+
+def _tell_wait(run_dir: Path) -> Callable[[float], None]:
+    told = False
+
+    def waiting(seconds: float) -> None:
+        nonlocal told
+        if not told:
+            announce(f"waiting until the last attempt of {run_dir.name} has ended")
+        told = True
+
+    return waiting
 
 
 def _tried_before(config: ExperimentConfig) -> Path | None:

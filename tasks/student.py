@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from opd_core.errors import TrainingError
 from opd_core.lifecycle.logs import log_tail
 from opd_core.tracking.journal import JournalReader
-from opd_core.training.files import JOURNAL_FILE, RESULT_FILE, SCORING_FILE
+from opd_core.training.files import JOURNAL_FILE, PHASE_FILE, RESULT_FILE, SCORING_FILE
 from opd_core.training.jobs import ENDED, HTTP_ERRORS, StudentJob, connect_jobs, next_job
 from opd_core.training.results import RunResult, read_result
 from opd_core.whole_file import write_whole
@@ -67,9 +67,11 @@ def _run_job(
     """One job to its end: True if it completed the training, False if it died and may be started
     again. Raises :class:`TrainingError` for any other end."""
     directory = session.run.directory
-    for stale in (RESULT_FILE, SCORING_FILE):
+    for stale in (RESULT_FILE, SCORING_FILE, PHASE_FILE):
         (directory / stale).unlink(missing_ok=True)
     job = session.job = next_job(client, session.run.run_id)
+    if not session.cluster.owned:  # it outlives this process, so the reaper must know of it
+        session.note("ray_job", address=session.cluster.address, job_id=job.job_id)
     job.submit(sys.executable, str(directory))
     try:
         with _Follower(session, job, reader, progress) as follower:

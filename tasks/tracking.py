@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
-import platform
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect.runtime import deployment, flow_run
 from rich.table import Table
 from rich.text import Text
 
@@ -22,19 +18,13 @@ from opd_core.errors import DataError
 from opd_core.lifecycle.ledger import LEDGER_FILE
 from opd_core.lifecycle.records import RECEIPT_FILE, Receipt
 from opd_core.preflight import PreflightReport
+from opd_core.recipe import load_recipe
 from opd_core.tracking.journal import JournalReader, JournalRecord
-from opd_core.tracking.mlflow_sink import (
-    RUN_TAG,
-    MlflowRun,
-    MlflowSink,
-    bound_http_waits,
-    flatten_params,
-    tracking_uri,
-)
+from opd_core.tracking.mlflow_sink import MlflowSink, bound_http_waits
 from opd_core.tracking.shipper import Shipper, SinkFactory
-from opd_core.tracking.sink import Artifact, Ending, RunStatus
+from opd_core.tracking.sink import Artifact, Ending
 from opd_core.tracking.tensorboard_sink import TensorBoardSink
-from opd_core.training.attempts import COMPLETED, can_go_on
+from opd_core.training.attempts import COMPLETED, can_go_on, read_history
 from opd_core.training.files import (
     CONFIG_FILE,
     JOURNAL_FILE,
@@ -49,11 +39,13 @@ from opd_core.training.results import RunResult, read_result, summarise
 from opd_core.whole_file import write_whole
 from tasks.console import CONSOLE, TERMINAL, announce, logger, warn
 from tasks.environment import RunRecord
+from tasks.mlflow_run import STATUS_TAG, git_commit, mlflow_run, mlflow_status, recipe_hash
 
 SHIP_WITHIN_S = 60.0
 GROUPS = ("completed", "filtered", "failed")
 PACKAGES = ("torch", "transformers", "ray", "prefect", "mlflow")
-MLFLOW_STATUS: dict[str, RunStatus] = {"completed": "FINISHED", "cancelled": "KILLED"}
+CRASHED = "crashed"
+"""Status of a run whose flow was killed: it has no words of its own."""
 
 
 class Tracker:
@@ -62,15 +54,22 @@ class Tracker:
     def __init__(self, run: RunRecord, shipper: Shipper) -> None:
         self._run = run
         self._shipper = shipper
+        self.lacking: tuple[str, ...] = ("tracking is not at its end",)
+        """What has not arrived, known after :meth:`finish`."""
 
     @classmethod
     def start(cls, run: RunRecord, checked: PreflightReport) -> Tracker:
         """Start shipping in the background; returns at once."""
+        return cls.through(run, partial(MlflowSink, mlflow_run(run, checked)))
+
+    @classmethod
+    def through(cls, run: RunRecord, mlflow: SinkFactory) -> Tracker:
+        """Start shipping, to MLflow through this sink."""
         bound_http_waits()
         config = run.config
         sinks: dict[str, SinkFactory] = {}
         if config.tracking.mlflow:
-            sinks["mlflow"] = partial(MlflowSink, _mlflow_run(run, checked))
+            sinks["mlflow"] = mlflow
         if config.tracking.tensorboard:
             sinks["tensorboard"] = partial(TensorBoardSink, run.directory / "tensorboard")
         shipper = Shipper(JournalReader(run.directory / JOURNAL_FILE), sinks)
@@ -83,43 +82,74 @@ class Tracker:
         sink = self._shipper.report().sinks.get("mlflow")
         return sink.reference if sink else None
 
-    def finish(self, summary: Mapping[str, Any]) -> str | None:
-        """Ship the rest and the final status; never raises. Returns MLflow's run id."""
+    @property
+    def complete(self) -> bool:
+        """Whether everything has arrived everywhere; known after :meth:`finish`."""
+        return self._shipper.report().complete
+
+    def finish(self, summary: Mapping[str, Any], within_s: float = SHIP_WITHIN_S) -> str | None:
+        """Ship the rest and the final status; never raises. Returns MLflow's run id; what did not
+        arrive is then in :attr:`lacking`."""
         run = self._run
         kept = [CONFIG_FILE, JOURNAL_FILE, RESULT_FILE, SUMMARY_FILE, MODEL_CARD_FILE]
         kept += [RUN_FILE, LEDGER_FILE, RECEIPT_FILE, LOGS_FOLDER]
         status = str(summary["status"])
         ending = Ending(
-            status=MLFLOW_STATUS.get(status, "FAILED"),
-            tags={"opd.status": status, "opd.student_path": summary["student_path"]},
+            status=mlflow_status(status),
+            tags={STATUS_TAG: status, "opd.student_path": summary["student_path"]},
             artifacts=tuple(
                 Artifact(run.directory / name) for name in kept if (run.directory / name).exists()
             ),
         )
-        report = self._shipper.close(SHIP_WITHIN_S, ending)
-        for name, sink in report.sinks.items():
-            if not sink.complete:
-                warn(
-                    f"{name} is incomplete ({sink.shipped} of {report.records_read} records; "
-                    f"{sink.last_error}); {run.directory / JOURNAL_FILE} holds everything"
-                )
+        report = self._shipper.close(within_s, ending)
+        self.lacking = tuple(
+            f"{name} is incomplete ({sink.shipped} of {report.records_read} records; "
+            f"{sink.last_error}); {run.directory / JOURNAL_FILE} holds everything"
+            for name, sink in report.sinks.items()
+            if not sink.complete
+        )
+        for lacking in self.lacking:
+            warn(lacking)
         return self.mlflow_run_id
+
+
+def load_run(directory: Path) -> RunRecord:
+    """The run in ``directory``, as it was started last. Raises
+    :class:`~opd_core.errors.ConfigError`."""
+    history = read_history(directory)
+    return RunRecord(history.run_id, directory, load_recipe(directory / CONFIG_FILE), history)
 
 
 def build_summary(
     run: RunRecord, receipt: Receipt, seconds: Mapping[str, float], error: BaseException | None
 ) -> dict[str, Any]:
     """What ``summary.json`` holds, for a run that ended in any way."""
-    result = _read_result(run)
-    numbers = summarise(_read_journal(run), since_s=run.history.attempts[-1].started_at)
     status = COMPLETED
     if error is not None:
         status = "failed" if isinstance(error, Exception) else "cancelled"
     elif not receipt.clean:
         status = "failed"
+    said = "" if error is None else f"{type(error).__name__}: {error}"
+    return _summary(run, receipt, seconds, status, said)
+
+
+def late_summary(run: RunRecord, receipt: Receipt) -> dict[str, Any]:
+    """The summary of a run whose flow was killed before it wrote one. If it had begun to end the
+    run by itself, the receipt has its own word for why."""
+    known = {"completed": COMPLETED if receipt.clean else "failed", "cancelled": "cancelled"}
+    status = known.get(receipt.cause, CRASHED)
+    said = f"the flow was killed before it told how the run went; the run's end: {receipt.cause}"
+    return _summary(run, receipt, {"teardown": receipt.seconds}, status, said)
+
+
+def _summary(
+    run: RunRecord, receipt: Receipt, seconds: Mapping[str, float], status: str, error: str
+) -> dict[str, Any]:
+    result = _read_result(run)
+    numbers = summarise(_read_journal(run), since_s=run.history.attempts[-1].started_at)
     return {
         "status": status,
-        "error": "" if error is None else f"{type(error).__name__}: {error}",
+        "error": error,
         "run_id": run.run_id,
         "attempts": len(run.history.attempts),
         "recipe": run.config.name,
@@ -165,6 +195,15 @@ def _read_journal(run: RunRecord) -> list[JournalRecord]:
 def write_summary(run: RunRecord, summary: Mapping[str, Any]) -> None:
     """Write ``summary.json``; it appears whole or not at all."""
     write_whole(run.directory / SUMMARY_FILE, json.dumps(summary, indent=2))
+
+
+def read_summary(directory: Path) -> dict[str, Any] | None:
+    """What :func:`write_summary` wrote; None where nobody has. Raises OSError or ValueError."""
+    try:
+        summary: dict[str, Any] = json.loads((directory / SUMMARY_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    return summary
 
 
 def write_model_card(run: RunRecord, checked: PreflightReport, summary: Mapping[str, Any]) -> None:
@@ -246,54 +285,3 @@ def _span(span: Mapping[str, Any]) -> str:
         return "-" if value is None else f"{value:.3f} ± {stderr:.3f}"
 
     return f"{number('before')} → {number('after')}"
-
-
-def recipe_hash(run: RunRecord) -> str:
-    """Hash of the resolved recipe."""
-    return hashlib.sha256(json.dumps(run.config.resolved()).encode()).hexdigest()[:12]
-
-
-def git_commit() -> str:
-    """The commit of the code, with ``+changes`` if the working tree differs; ``unknown``
-    outside."""
-    root = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
-        )
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    commit = git("rev-parse", "--short=12", "HEAD")
-    if not commit:
-        return "unknown"
-    return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _mlflow_run(run: RunRecord, checked: PreflightReport) -> MlflowRun:
-    config = run.config
-    root = run.directory.parent
-    forked_from = run.history.forked_from
-    tags = {
-        RUN_TAG: run.run_id,
-        "opd.recipe": config.name,
-        "opd.recipe_hash": recipe_hash(run),
-        "opd.run_directory": str(run.directory),
-        "opd.host": platform.node(),
-        "opd.student_fingerprint": checked.student.fingerprint if checked.student else "",
-        "git.commit": git_commit(),
-        "prefect.flow_run_id": str(flow_run.id or ""),
-        "prefect.deployment_id": str(deployment.id or ""),
-    }
-    if forked_from is not None:
-        tags["opd.forked_from"] = forked_from.run_id
-        tags["opd.forked_at_step"] = str(forked_from.train_step)
-    tags |= {f"opd.teacher_fingerprint.{n}": f.fingerprint for n, f in checked.teachers.items()}
-    return MlflowRun(
-        tracking_uri=tracking_uri(config.tracking, root),
-        artifact_root=root / "mlartifacts" if config.tracking.mlflow_uri is None else None,
-        experiment=config.tracking.experiment,
-        run_name=run.run_id,
-        params=flatten_params(config.resolved()),
-        tags=tags,
-    )

@@ -5,7 +5,8 @@
 ``teacher``     the teacher side: servers, replicas, how teachers enter the advantage
 ``sampling``    who samples the student, and how far ahead
 ``student``     the rest of the student side: data, task, training, evaluation
-``experiment``  both sides, the machine, and the rules across the tree
+``run``         what is around them: Ray, devices, tracking, the run's directory
+``experiment``  the whole, and the rules across the tree
 
 Reading this package costs milliseconds: it imports pydantic and nothing heavier. Unknown keys are
 errors everywhere, and a bad combination is refused with a message that says what to write instead.
@@ -14,7 +15,8 @@ Files are read by :mod:`opd_core.recipe`; what a setting *means* is documented a
 
 from __future__ import annotations
 
-from opd_core.config.experiment import ExperimentConfig, RayConfig, RunConfig, TrackingConfig
+from opd_core.config.experiment import ExperimentConfig
+from opd_core.config.run import DevicesConfig, RayConfig, RunConfig, TrackingConfig
 from opd_core.config.sampling import SamplingConfig
 from opd_core.config.serving import CONTEXT_MARGIN, Backend, LaunchConfig, ServerConfig
 from opd_core.config.student import (
@@ -46,6 +48,7 @@ __all__ = [
     "StopConfig",
     "EvaluationConfig",
     "RayConfig",
+    "DevicesConfig",
     "TrackingConfig",
     "RunConfig",
     "OPDConfig",

@@ -1,12 +1,12 @@
-"""The experiment itself: both sides, the machine, and the rules across the tree."""
+"""The experiment itself: both sides, their surroundings, and the rules across the tree."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from opd_core.config.run import DevicesConfig, RayConfig, RunConfig, TrackingConfig
 from opd_core.config.sampling import SamplingConfig
 from opd_core.config.student import (
     DataConfig,
@@ -17,52 +17,7 @@ from opd_core.config.student import (
     gpu_shares,
 )
 from opd_core.config.teacher import OPDConfig
-from opd_core.config.values import Frozen, Name, is_http_url
-
-
-class RayConfig(Frozen):
-    """Where the student runs: a private head (address null) or an existing cluster."""
-
-    address: str | None = Field(
-        None, description="Dashboard of an existing cluster (http://host:8265); null starts a head"
-    )
-    num_cpus: int | None = Field(None, ge=1, description="CPUs of the private head; null is enough")
-    object_store_mb: int = Field(200, ge=80)
-    startup_limit_s: float = Field(180.0, gt=0)
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-        "PACK", description="How Ray places the actors over nodes (its placement group strategies)"
-    )
-
-    @field_validator("address")
-    @classmethod
-    def _http_address(cls, value: str | None) -> str | None:
-        if value is not None and not is_http_url(value):
-            raise ValueError(
-                f"the student is submitted over Ray's Jobs API: expected the dashboard's URL "
-                f"like http://head-node:8265, got {value!r}"
-            )
-        return value
-
-
-class TrackingConfig(Frozen):
-    """Where the journal is shipped to."""
-
-    mlflow: bool = True
-    mlflow_uri: str | None = Field(None, description="null is SQLite in the run root")
-    experiment: str = Field("opd", min_length=1)
-    tensorboard: bool = True
-
-
-class RunConfig(Frozen):
-    """Where a run lives and how long its ending may take."""
-
-    root: str = Field("runs", min_length=1, description="Each run gets a directory under it")
-    teardown_s: float = Field(60.0, gt=0, description="One deadline for the whole teardown")
-
-    @property
-    def root_dir(self) -> Path:
-        """The root as an absolute path."""
-        return Path(self.root).expanduser().absolute()
+from opd_core.config.values import Frozen, Name
 
 
 class ExperimentConfig(Frozen):
@@ -84,6 +39,7 @@ class ExperimentConfig(Frozen):
     training: TrainingConfig
     evaluation: EvaluationConfig = EvaluationConfig()
     ray: RayConfig = RayConfig()
+    devices: DevicesConfig = DevicesConfig()
     tracking: TrackingConfig = TrackingConfig()
     run: RunConfig = RunConfig()
 
@@ -244,15 +200,8 @@ class ExperimentConfig(Frozen):
 
     @model_validator(mode="after")
     def _devices_apart(self) -> Self:
-        # On an existing cluster the student's devices are that cluster's, and Ray hands them out.
-        here = self.student.devices if self.ray.address is None else ()
-        given = [("the student", here)]
-        for teacher in self.opd.teachers if self.opd else ():
-            for number, replica in enumerate(teacher.all_replicas):
-                who = f"teacher {teacher.name!r}" + (f" replica {number}" if number else "")
-                given.append((who, replica.launch.devices if replica.launch else ()))
         owner: dict[str, str] = {}
-        for who, devices in given:
+        for who, devices in self._devices_here():
             for device in devices:
                 if device in owner:
                     raise ValueError(
@@ -262,6 +211,23 @@ class ExperimentConfig(Frozen):
                 if device != "cpu":
                     owner[device] = who
         return self
+
+    def _devices_here(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Who uses which devices of the flow's host; servers that sample have the student's."""
+        # On an existing cluster the student's devices are that cluster's, and Ray hands them out.
+        here = [("the student", self.student.devices)] if self.ray.address is None else []
+        for teacher in self.opd.teachers if self.opd else ():
+            for number, replica in enumerate(teacher.all_replicas):
+                who = f"teacher {teacher.name!r}" + (f" replica {number}" if number else "")
+                here.append((who, replica.launch.devices if replica.launch else ()))
+        return here
+
+    @property
+    def leased_devices(self) -> tuple[str, ...]:
+        """What the run has for itself on the flow's host, sorted: all its devices there but plain
+        ``cpu``, which is everybody's."""
+        used = {device for _, devices in self._devices_here() for device in devices}
+        return tuple(sorted(used - {"cpu"}))
 
     @property
     def training_devices(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from .errors import ChildNotStarted
 from .process import ProcessId, die_with_parent, identify
 from .records import CHILD_MARKER, RUN_MARKER, ChildEnd, ChildSpec
 
+_MARKERS = (RUN_MARKER, CHILD_MARKER)
 # setproctitle (SGLang, LMDeploy and Ray use it) overwrites the environment that /proc shows, and
 # the run's marker with it, unless this variable is set.
 _KEEP_ENVIRONMENT_READABLE = {"SPT_NOENV": "1"}
@@ -109,7 +110,7 @@ class Children:
                     cwd=spec.cwd,
                     env=self._environment(spec),
                     start_new_session=True,
-                    preexec_fn=_bind_to(os.getpid()),
+                    preexec_fn=bind_to(os.getpid()),
                 )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise ChildNotStarted(
@@ -144,11 +145,18 @@ class Children:
         return {**os.environ, **_KEEP_ENVIRONMENT_READABLE, **spec.env, **marks}
 
 
-def _bind_to(supervisor_pid: int) -> Callable[[], None]:
+def environment_without_marks() -> dict[str, str]:
+    """Return this process's environment as something that is no part of the run gets it."""
+    return {name: value for name, value in os.environ.items() if name not in _MARKERS}
+
+
+def bind_to(parent_pid: int) -> Callable[[], None]:
+    """Return what a child runs before its program, so that it dies with the thread that forked."""
+
     def bind() -> None:
         die_with_parent()
-        # The supervisor may have died before the kernel knew of the bond.
-        if os.getppid() != supervisor_pid:
+        # The parent may have died before the kernel knew of the bond.
+        if os.getppid() != parent_pid:
             os._exit(1)
 
     return bind

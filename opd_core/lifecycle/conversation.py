@@ -83,6 +83,10 @@ class Conversation:
         """Ask for the end of the run; nothing is answered but the receipt."""
         self._channel.send({"op": "end", "cause": cause})
 
+    def say_settled(self) -> None:
+        """Let the supervisor go; nothing is answered."""
+        self._channel.send({"op": "settled"})
+
     def listen(self, timeout_s: float = 0.0, also: int | None = None) -> None:
         """Take in what has arrived, after waiting for it, or for descriptor `also`, if told to."""
         if timeout_s > 0:

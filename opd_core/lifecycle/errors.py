@@ -3,6 +3,7 @@
 LifecycleError
 ├── LedgerBusy            another supervisor of this run is alive
 ├── LedgerDamaged         the ledger cannot be read, or belongs to another run
+├── DevicesBusy           another run of this host holds a device
 ├── SupervisorNotStarted  the supervisor did not report that it is ready
 ├── SupervisorGone        the supervisor died, ended, or does not answer
 ├── ChildNotStarted       a child could not be started
@@ -23,6 +24,10 @@ class LedgerBusy(LifecycleError):
 
 class LedgerDamaged(LifecycleError):
     """The ledger has an unreadable line in its middle, or names another run."""
+
+
+class DevicesBusy(LifecycleError):
+    """Another run of this host holds a device, and went on holding it for as long as was waited."""
 
 
 class SupervisorNotStarted(LifecycleError):

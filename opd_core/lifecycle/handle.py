@@ -19,6 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from .conversation import ChildExit, Conversation
 from .errors import (
@@ -30,13 +31,18 @@ from .errors import (
     UnknownChild,
 )
 from .launch import SUPERVISOR_LOG, SupervisorLaunch, check_start, launch
-from .ledger import LEDGER_FILE, Ledger, read_ledger
+from .leases import DeviceLease
+from .ledger import EVENTS, LEDGER_FILE, Ledger, read_ledger
 from .logs import log_tail
+from .order import RunOrder
+from .process import identify
 from .records import ChildSpec, JsonObject, Receipt, read_receipt, write_receipt
+from .registry import RegisteredRun, Registry
 from .teardown import RunFacts, end_without_supervisor, spared
 
 _READY_S = 60.0
 _ANSWER_S = 60.0
+_LAST_WORDS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -69,25 +75,24 @@ class Supervisor:
 
     def __init__(
         self,
-        run_dir: Path,
-        run_id: str,
-        teardown_s: float,
+        order: RunOrder,
         margin_s: float,
         process: SupervisorLaunch,
         conversation: Conversation,
     ) -> None:
-        self.run_dir = run_dir
-        self.run_id = run_id
+        self.run_dir = order.run_dir
+        self.run_id = order.run_id
         self.receipt: Receipt | None = None
         """Set by `end`."""
-        self._teardown_s = teardown_s
-        self._end_within_s = teardown_s + margin_s
+        self._order = order
+        self._end_within_s = order.teardown_s + margin_s
         self._process = process
         self._conversation = conversation
         self._owner_pid = os.getpid()
         # Re-entrant: a signal handler of the owner may end the run in the middle of another call.
         self._lock = threading.RLock()
         self._children: dict[str, Child] = {}
+        self._is_settled = False
 
     @classmethod
     def start(
@@ -98,29 +103,56 @@ class Supervisor:
         teardown_s: float = 60.0,
         margin_s: float = 20.0,
         interpreter: str = sys.executable,
+        deadline_s: float | None = None,
+        lease: DeviceLease | None = None,
+        settle: tuple[str, ...] = (),
+        registry: Registry | None = None,
     ) -> Supervisor:
         """Start a supervisor for this process and wait until it watches.
 
         `run_dir` (created if missing) receives ledger, receipt and supervisor.log. `teardown_s`
-        bounds the whole ending; `end` waits `margin_s` longer before it takes over. What an earlier
-        run of the same id left there when its supervisor died is ended first.
+        bounds the whole ending; `end` waits `margin_s` longer before it takes over. The run ends
+        `deadline_s` after its start, if that is given. What an earlier run of the same id left
+        there when its supervisor died is ended first.
+
+        The supervisor holds `lease` too, and its memory is watched. With a `settle` command it
+        stays after the end until `settled` is called, and runs the command if this process dies
+        before; meanwhile the run stands in `registry`.
 
         Raises LedgerBusy or LedgerDamaged if the folder's ledger cannot be used, LifecycleError for
         bad arguments, else SupervisorNotStarted with the reason.
         """
-        check_start(run_id, teardown_s)
+        check_start(run_id, teardown_s, deadline_s)
+        if registry is not None and not settle:
+            raise LifecycleError("expected a settle command with a registry, got none: name one")
         run_dir = run_dir.absolute()
         run_dir.mkdir(parents=True, exist_ok=True)
+        me = identify(os.getpid())
+        assert me is not None, "/proc shows the process that reads it"
         ours, theirs = socket.socketpair()
+        order = RunOrder(
+            run_id=run_id,
+            run_dir=run_dir,
+            teardown_s=teardown_s,
+            owner=me,
+            control_fd=theirs.fileno(),
+            deadline_s=deadline_s,
+            devices=lease.devices if lease else (),
+            lease_fds=lease.descriptors if lease else (),
+            settle=settle,
+            registry=registry.folder if registry else None,
+        )
         try:
             with theirs:
-                process = launch(run_dir, run_id, teardown_s, interpreter, theirs)
+                process = launch(order, interpreter)
         except BaseException:
             ours.close()
             raise
-        handle = cls(run_dir, run_id, teardown_s, margin_s, process, Conversation(ours))
+        handle = cls(order, margin_s, process, Conversation(ours))
         try:
             handle._await_ready()
+            # Only now: an earlier supervisor of this run may still have been at work.
+            handle._register(registry)
         except BaseException:
             process.kill()
             handle._close()
@@ -155,6 +187,18 @@ class Supervisor:
             facts = self._ask({"op": "stop", "name": name}, self._end_within_s)
             returncode: int | None = facts["returncode"]
             return returncode
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Write one line of the owner's own into the ledger; its facts go through JSON.
+
+        Raises SupervisorGone if the run is over, LifecycleError for a name that is not the owner's.
+        """
+        if event in EVENTS:
+            raise LifecycleError(
+                f"expected a name of the owner's own, got {event!r}; choose another"
+            )
+        with self._lock:
+            self._ask({"op": "note", "event": event, "facts": facts}, _ANSWER_S)
 
     def status(self) -> tuple[ChildStatus, ...]:
         """Return every child that was started, in the order of their start."""
@@ -207,8 +251,25 @@ class Supervisor:
                 self._refuse_copies()
                 self._conversation.say_end(cause)
                 self.receipt = self._await_receipt(time.monotonic() + self._end_within_s)
-                self._close()
+                if not self._order.settle:
+                    self._close()
             return self.receipt
+
+    def settled(self) -> None:
+        """After `end`: everything about the run is written, the supervisor may go."""
+        with self._lock:
+            self._refuse_copies()
+            if self.receipt is None or self._is_settled or not self._order.settle:
+                return
+            self._is_settled = True
+            self._conversation.say_settled()
+            if not self._process.wait(_LAST_WORDS_S):
+                self._process.kill()
+            self._close()
+            if self._order.registry is not None and self.receipt.clean:
+                # The supervisor has done the same, unless it died.
+                with contextlib.suppress(OSError):
+                    Registry(self._order.registry).remove(self.run_id)
 
     def __enter__(self) -> Supervisor:
         return self
@@ -240,10 +301,27 @@ class Supervisor:
                 f"read {log}. Its last lines:\n{log_tail(log)}"
             )
 
+    def _register(self, registry: Registry | None) -> None:
+        if registry is None:
+            return
+        order = self._order
+        run = RegisteredRun.here(
+            order.run_id, order.run_dir, order.owner, order.settle, order.teardown_s
+        )
+        try:
+            registry.add(run)
+        except OSError as error:
+            raise LifecycleError(
+                f"expected to write in {registry.folder}, where unfinished runs stand for the "
+                f"reaper, got: {error}; make room, or name another folder in XDG_STATE_HOME"
+            ) from None
+
     def _await_receipt(self, give_up_at: float) -> Receipt:
-        while not self._process.has_ended() and time.monotonic() < give_up_at:
+        while not self._has_answered() and time.monotonic() < give_up_at:
             self._conversation.listen(give_up_at - time.monotonic(), also=self._process.pidfd)
         self._conversation.listen()
+        if self._order.settle and self._conversation.receipt is not None:
+            return self._conversation.receipt
         cause = "supervisor died" if self._process.has_ended() else "supervisor hung"
         self._process.kill()
         # An exception in this process may have torn the message; the file is whole or absent.
@@ -253,8 +331,14 @@ class Supervisor:
             or self._end_without_supervisor(cause)
         )
 
+    def _has_answered(self) -> bool:
+        """A supervisor that stays to see the run settled has said all with the receipt."""
+        told = bool(self._order.settle) and self._conversation.receipt is not None
+        return told or self._process.has_ended()
+
     def _end_without_supervisor(self, cause: str) -> Receipt:
-        run = RunFacts(self.run_id, self.run_dir, self._teardown_s, spared(os.getpid()))
+        teardown_s = self._order.teardown_s
+        run = RunFacts(self.run_id, self.run_dir, teardown_s, spared(os.getpid()))
         path = self.run_dir / LEDGER_FILE
         try:
             receipt = end_without_supervisor(run, read_ledger(path), cause)

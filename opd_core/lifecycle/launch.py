@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from .errors import LifecycleError, SupervisorNotStarted
-from .process import identify, open_pidfd, signal_pidfd, wait_pidfd
+from .order import RunOrder
+from .process import open_pidfd, signal_pidfd, wait_pidfd
 from .records import RUN_MARKER, check_name
 
 SUPERVISOR_LOG = "supervisor.log"
@@ -35,6 +36,10 @@ class SupervisorLaunch:
     def has_ended(self) -> bool:
         return wait_pidfd(self.pidfd, 0.0)
 
+    def wait(self, timeout_s: float) -> bool:
+        """Return True once it has ended, False after `timeout_s`."""
+        return wait_pidfd(self.pidfd, timeout_s)
+
     def kill(self) -> None:
         """SIGKILL it if it still runs, and wait for its death; its children die with it."""
         signal_pidfd(self.pidfd, signal.SIGKILL)
@@ -46,12 +51,16 @@ class SupervisorLaunch:
         os.close(self.pidfd)
 
 
-def check_start(run_id: str, teardown_s: float) -> None:
+def check_start(run_id: str, teardown_s: float, deadline_s: float | None) -> None:
     """Raise LifecycleError if no supervisor could watch a run of this name from this process."""
     check_name(run_id, "run id")
     if not (math.isfinite(teardown_s) and teardown_s > 0):
         raise LifecycleError(
             f"expected teardown_s to be more than 0 seconds, got {teardown_s}; 60 suits most runs"
+        )
+    if deadline_s is not None and not deadline_s > 0:
+        raise LifecycleError(
+            f"expected deadline_s to be more than 0 seconds, got {deadline_s}; None is without end"
         )
     if sys.platform != "linux":
         raise LifecycleError(
@@ -64,33 +73,27 @@ def check_start(run_id: str, teardown_s: float) -> None:
         )
 
 
-def launch(
-    run_dir: Path, run_id: str, teardown_s: float, interpreter: str, control: socket.socket
-) -> SupervisorLaunch:
+def launch(order: RunOrder, interpreter: str) -> SupervisorLaunch:
     """Start the supervisor with its end of the control line, in a session of its own.
 
     Raises SupervisorNotStarted if the interpreter cannot be started.
     """
-    me = identify(os.getpid())
-    assert me is not None, "/proc shows the process that reads it"
     command = [interpreter, "-I", "-S", "-c", _BOOT, str(Path(__file__).parent.parent)]
-    command += ["--run-dir", str(run_dir), "--run-id", run_id, "--teardown-s", str(teardown_s)]
-    command += ["--owner-pid", str(me.pid), "--owner-start-ticks", str(me.start_ticks)]
-    command += ["--control-fd", str(control.fileno())]
+    command += [json.dumps(order.to_wire())]
     try:
-        with (run_dir / SUPERVISOR_LOG).open("ab") as log:
+        with (order.run_dir / SUPERVISOR_LOG).open("ab") as log:
             popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                cwd=run_dir,
+                cwd=order.run_dir,
                 start_new_session=True,
-                pass_fds=(control.fileno(),),
+                pass_fds=(order.control_fd, *order.lease_fds),
             )
     except OSError as error:
         raise SupervisorNotStarted(
-            f"expected {interpreter!r} to start the supervisor in {run_dir}, got: {error}; name a "
-            "Python 3.11 or later that may be executed, and a folder that may be written"
+            f"expected {interpreter!r} to start the supervisor in {order.run_dir}, got: {error}; "
+            "name a Python 3.11 or later that may be executed, and a folder that may be written"
         ) from None
     return SupervisorLaunch(popen)

@@ -3,10 +3,11 @@
     {"event": "child_starting", "at": 1767225600.0, "name": "teacher", "ports": [30000], ...}
 
 Events, in order of a run's life: run_started; child_starting (before the child exists), then
-child_started or child_not_started; child_ended; teardown_begun; receipt. `at` is seconds since
-the epoch. One supervisor writes at a time. An exclusive `flock` on the ledger itself decides that:
-the kernel releases it at the holder's death, however it dies, and no pid has to be trusted. A
-supervisor that finds the lock free and lines in the file continues the ledger of a dead one.
+child_started or child_not_started; child_ended; teardown_begun; receipt; settled or not_settled;
+and the owner's notes. `at` is seconds since the epoch. One supervisor writes at a time. An
+exclusive `flock` on the ledger itself decides that: the kernel releases it at the holder's
+death, however it dies, and no pid has to be trusted. A supervisor that finds the lock free and
+lines in the file continues the ledger of a dead one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,21 @@ from .errors import LedgerBusy, LedgerDamaged
 from .records import JsonObject, fsync_folder
 
 LEDGER_FILE = "ledger.jsonl"
+EVENTS = frozenset(
+    {
+        "run_started",
+        "child_starting",
+        "child_started",
+        "child_not_started",
+        "child_ended",
+        "teardown_begun",
+        "receipt",
+        "settled",
+        "not_settled",
+    }
+)
+"""What a supervisor, or a reaper, writes; an owner's notes have other names."""
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,7 @@ class Ledger:
 
     def append(self, event: str, **facts: Any) -> None:
         """Write one record and wait until it is on the disk. Raises OSError if it is not."""
-        record = {"event": event, "at": round(time.time(), 3), **facts}
+        record = {**facts, "event": event, "at": round(time.time(), 3)}
         os.write(self._descriptor, json.dumps(record).encode() + b"\n")
         os.fsync(self._descriptor)
 
@@ -111,9 +127,11 @@ def _parse(line: bytes) -> LedgerRecord | None:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    give_up_at = time.monotonic() + _LOOK_S
+    while not _lock_now(descriptor, fcntl.LOCK_EX):
+        if time.monotonic() < give_up_at:  # somebody may only be looking whether it is held
+            time.sleep(_LOOK_S / 10)
+            continue
         started = [record for record in read_ledger(path) if record.event == "run_started"]
         holder = started[-1].facts.get("supervisor_pid") if started else "unknown"
         raise LedgerBusy(
@@ -125,3 +143,23 @@ def _lock(descriptor: int, path: Path) -> None:
 def _is_torn(descriptor: int) -> bool:
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+
+
+def is_held(path: Path) -> bool:
+    """Return whether a living process writes this ledger."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _lock_now(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _lock_now(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

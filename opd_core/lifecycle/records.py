@@ -43,7 +43,7 @@ class ChildSpec:
 
     To end it, `stop_signal` goes to its main process, `grace_s` seconds later SIGKILL to its group;
     a lower `stop_order` is stopped earlier. `ports` must be free and the folders `scratch` are
-    removed when the run has ended.
+    removed when the run has ended. `devices` says what it computes on, for the ledger.
 
     Raises LifecycleError for values with which no child could be started or ended.
     """
@@ -59,6 +59,7 @@ class ChildSpec:
     stop_order: int = 0
     ports: tuple[int, ...] = ()
     scratch: tuple[Path, ...] = ()
+    devices: tuple[str, ...] = ()
     ledger_argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -98,6 +99,7 @@ class ChildSpec:
             "stop_order": self.stop_order,
             "ports": list(self.ports),
             "scratch": [str(path) for path in self.scratch],
+            "devices": list(self.devices),
             "ledger_argv": list(self.ledger_argv),
         }
 
@@ -112,6 +114,7 @@ class ChildSpec:
                 "log": Path(wire["log"]),
                 "ports": tuple(wire["ports"]),
                 "scratch": tuple(Path(path) for path in wire["scratch"]),
+                "devices": tuple(wire["devices"]),
                 "ledger_argv": tuple(wire["ledger_argv"]),
             }
         )
@@ -166,10 +169,21 @@ class ScratchState:
 
 
 @dataclass(frozen=True)
+class DeviceState:
+    """Memory in use on a device, in MiB, before the run's first process and after its last one."""
+
+    device: str
+    before_mib: int
+    after_mib: int
+    released: bool
+
+
+@dataclass(frozen=True)
 class Receipt:
     """The proof of a run's end: what was started, how it ended, what (if anything) is left.
 
-    `clean` is True exactly when no survivor, no occupied port and no scratch folder is left.
+    `clean` is True exactly when no survivor, no occupied port and no scratch folder is left, and
+    the memory of every device is free again (`devices` is empty where no driver tells).
     `seconds` is the length of the teardown.
     """
 
@@ -181,6 +195,7 @@ class Receipt:
     survivors: tuple[Survivor, ...]
     ports: tuple[PortState, ...]
     scratch: tuple[ScratchState, ...]
+    devices: tuple[DeviceState, ...] = ()
 
     def to_json(self) -> JsonObject:
         """Return the receipt as plain JSON."""
@@ -196,20 +211,14 @@ class Receipt:
                 "survivors": tuple(Survivor(**each) for each in data["survivors"]),
                 "ports": tuple(PortState(**each) for each in data["ports"]),
                 "scratch": tuple(ScratchState(**each) for each in data["scratch"]),
+                "devices": tuple(DeviceState(**each) for each in data.get("devices", ())),
             }
         )
 
 
 def write_receipt(run_dir: Path, receipt: Receipt) -> None:
-    """Write `receipt.json` whole or not at all: temporary file, fsync, rename, fsync of folder."""
-    temporary = run_dir / f"{RECEIPT_FILE}.{os.getpid()}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(receipt.to_json(), file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(run_dir / RECEIPT_FILE)
-    fsync_folder(run_dir)
+    """Write `receipt.json`, whole or not at all."""
+    write_json(run_dir / RECEIPT_FILE, receipt.to_json())
 
 
 def read_receipt(run_dir: Path) -> Receipt | None:
@@ -219,6 +228,18 @@ def read_receipt(run_dir: Path) -> Receipt | None:
     except FileNotFoundError:
         return None
     return Receipt.from_json(json.loads(text))
+
+
+def write_json(path: Path, data: JsonObject) -> None:
+    """Write a file whole or not at all: temporary file, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(data, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_folder(path.parent)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -2,17 +2,24 @@
 
 Started by `handle.Supervisor` as `python -I -S`, in a session of its own, and single-threaded: its
 children carry PDEATHSIG, which fires at the death of the *thread* that started them. It ends the
-run when its owner dies or closes the control line, on request, and on SIGTERM, SIGINT or SIGHUP.
+run when its owner dies or closes the control line, on request, at the run's deadline, and on
+SIGTERM, SIGINT or SIGHUP.
 
-Requests are JSON lines {"id": 1, "op": "start" | "stop" | "status" | "end", ...}. Each but "end" is
-answered by {"id": 1, "ok": {...}} or {"id": 1, "error": {"kind", "reason"}}. Events come unasked:
-ready, refused, exited (name, pid, serial, returncode), ending (cause), ended (receipt).
-Exit status: 0 a clean receipt, 1 an unclean or unwritten one, 3 refused before the start.
+After the receipt, a supervisor that was given a settle command stays until the owner says that
+everything is written ("settled"). If the owner dies without that, it runs the command.
+
+Requests are JSON lines {"id": 1, "op": "start" | "stop" | "status" | "note" | ...}, each
+answered by {"id": 1, "ok": {...}} or {"id": 1, "error": {"kind", "reason"}}; "end" and "settled"
+have no answer. Events come unasked: ready, refused, exited (name, pid, serial, returncode),
+ending (cause), ended (receipt). Exit status: 0 a clean receipt, 1 an unclean or unwritten one, 3
+refused before the start.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import json
+import math
 import os
 import selectors
 import signal
@@ -21,13 +28,14 @@ import time
 import traceback
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from .channel import Channel
 from .children import Children, StartedChild
 from .errors import ChildNotStarted, LifecycleError, SupervisorGone, UnknownChild
+from .gpu_memory import used_mib
 from .ledger import LEDGER_FILE, Ledger
+from .order import RunOrder
 from .process import (
     ProcessId,
     become_subreaper,
@@ -36,7 +44,9 @@ from .process import (
     open_pidfd,
     wait_pidfd,
 )
-from .records import RECEIPT_FILE, ChildSpec, JsonObject, write_receipt
+from .records import RECEIPT_FILE, ChildSpec, JsonObject, Receipt, write_receipt
+from .registry import Registry
+from .settling import run_settle_command
 from .signals import SignalPipe
 from .sweep import markers, sweep
 from .teardown import RunFacts, end_without_supervisor, has_ended, spared, stop, tear_down
@@ -53,12 +63,19 @@ _OWNER_DEATH_S = 0.5
 class SupervisorProcess:
     """The loop. It owns the children, the ledger and the receipt; the owner's side is a handle."""
 
-    def __init__(self, run: RunFacts, owner: ProcessId, channel: Channel, ledger: Ledger) -> None:
-        self._run = run
-        self._owner = owner
+    def __init__(self, order: RunOrder, channel: Channel, ledger: Ledger) -> None:
+        self._order = order
+        self._run = RunFacts(
+            order.run_id,
+            order.run_dir,
+            order.teardown_s,
+            spared(order.owner.pid),
+            used_mib(order.devices),
+        )
+        self._deadline = time.monotonic() + (order.deadline_s or math.inf)
         self._channel = channel
         self._ledger = ledger
-        self._children = Children(run.run_id)
+        self._children = Children(order.run_id)
         self._inbox: deque[JsonObject] = deque()
         self._end_request: str | None = None
         self._signal_cause: str | None = None
@@ -66,7 +83,7 @@ class SupervisorProcess:
         self._selector.register(channel, selectors.EVENT_READ, self._read_requests)
         self._signals = SignalPipe(signal.SIGCHLD, *_STOP_SIGNALS)
         self._selector.register(self._signals, selectors.EVENT_READ, self._read_signals)
-        self._owner_fd = _open_owner(owner)
+        self._owner_fd = _open_owner(order.owner)
         self._owner_died = self._owner_fd is None
         if self._owner_fd is not None:
             self._selector.register(self._owner_fd, selectors.EVENT_READ, self._owner_ended)
@@ -93,10 +110,12 @@ class SupervisorProcess:
             "run_started",
             run_id=self._run.run_id,
             boot_id=boot_id(),
-            owner_pid=self._owner.pid,
-            owner_start_ticks=self._owner.start_ticks,
+            owner_pid=self._order.owner.pid,
+            owner_start_ticks=self._order.owner.start_ticks,
             supervisor_pid=os.getpid(),
             supervisor_start_ticks=None if me is None else me.start_ticks,
+            devices=list(self._order.devices),
+            used_mib=dict(self._run.used_mib),
         )
         self._channel.send({"event": "ready"})
 
@@ -113,6 +132,15 @@ class SupervisorProcess:
         self._note("teardown_begun", cause=cause)
         self._channel.send({"event": "ending", "cause": cause})
         receipt = tear_down(self._run, self._children, cause=cause, turn=self._turn)
+        is_written = self._write(receipt)
+        for lock in self._order.lease_fds:
+            os.close(lock)
+        self._tell(receipt)
+        if self._order.settle:
+            self._settle(is_clean=receipt.clean)
+        return 0 if receipt.clean and is_written else 1
+
+    def _write(self, receipt: Receipt) -> bool:
         is_written = True
         try:
             write_receipt(self._run.run_dir, receipt)
@@ -120,11 +148,44 @@ class SupervisorProcess:
             traceback.print_exc()
             is_written = False
         self._note("receipt", **receipt.to_json())
+        return is_written
+
+    def _tell(self, receipt: Receipt) -> None:
         self._channel.send({"event": "ended", "receipt": receipt.to_json()})
         give_up_at = time.monotonic() + _LAST_WORDS_S
         while not self._channel.flush() and time.monotonic() < give_up_at:
             self._channel.wait(_UNSENT_TURN_S)
-        return 0 if receipt.clean and is_written else 1
+
+    # --- after the end
+
+    def _settle(self, *, is_clean: bool) -> None:
+        """See to it that everything about the run is written, by its owner or by the command."""
+        by, reason = "owner", ""
+        if not self._await_owner():
+            by, reason = "command", run_settle_command(self._order.settle, self._run.run_dir)
+            # What the command has started, and left.
+            marks, deadline = markers(self._run.run_id), time.monotonic() + _LAST_WORDS_S
+            sweep(
+                marks, root=os.getpid(), spare=self._run.spare, deadline=deadline, pause=self._turn
+            )
+        if reason:
+            self._note("not_settled", reason=reason)
+            return
+        self._note("settled", by=by)
+        # What is not clean stays for the reaper, which looks at it again.
+        if is_clean and self._order.registry is not None:
+            with contextlib.suppress(OSError):
+                Registry(self._order.registry).remove(self._run.run_id)
+
+    def _await_owner(self) -> bool:
+        """Return whether the owner has said that everything is written; False once it is gone."""
+        while True:
+            while self._inbox:
+                if self._inbox.popleft().get("op") == "settled":
+                    return True
+            if self._owner_died or self._channel.at_end:
+                return False
+            self._turn(_TURN_S)
 
     # --- one turn of the loop
 
@@ -166,6 +227,8 @@ class SupervisorProcess:
             return self._signal_cause
         if self._owner_died:
             return "owner died"
+        if time.monotonic() >= self._deadline:
+            return "deadline"
         if not self._channel.at_end:
             return None
         died = self._owner_fd is None or wait_pidfd(self._owner_fd, _OWNER_DEATH_S)
@@ -186,8 +249,13 @@ class SupervisorProcess:
                 answer["ok"] = _facts(self._stop(request["name"]))
             elif operation == "status":
                 answer["ok"] = {"children": [_facts(each) for each in self._children.all()]}
+            elif operation == "note":
+                self._note(request["event"], **request["facts"])
+                answer["ok"] = {}
             else:
-                raise LifecycleError(f"expected start, stop, status or end, got {operation!r}")
+                raise LifecycleError(
+                    f"expected start, stop, status, note or end, got {operation!r}"
+                )
         except LifecycleError as error:
             answer["error"] = {"kind": type(error).__name__, "reason": str(error)}
         self._channel.send(answer)
@@ -263,28 +331,20 @@ class SupervisorProcess:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a supervisor from its command line; return its exit status."""
-    parser = argparse.ArgumentParser(prog="supervisor")
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--teardown-s", type=float, required=True)
-    parser.add_argument("--owner-pid", type=int, required=True)
-    parser.add_argument("--owner-start-ticks", type=int, required=True)
-    parser.add_argument("--control-fd", type=int, required=True)
-    given = parser.parse_args(arguments)
-    os.set_inheritable(given.control_fd, False)
-    channel = Channel(socket.socket(fileno=given.control_fd))
-    owner = ProcessId(given.owner_pid, given.owner_start_ticks)
-    run = RunFacts(given.run_id, given.run_dir, given.teardown_s, spared(owner.pid))
+    """Run a supervisor from its command line, an order as JSON; return its exit status."""
+    order = RunOrder.from_wire(json.loads(arguments[0]))
+    for descriptor in (order.control_fd, *order.lease_fds):
+        os.set_inheritable(descriptor, False)
+    channel = Channel(socket.socket(fileno=order.control_fd))
     try:
         become_subreaper()
-        ledger = Ledger.open(run.run_dir / LEDGER_FILE, run.run_id)
-        supervisor = SupervisorProcess(run, owner, channel, ledger)
+        ledger = Ledger.open(order.run_dir / LEDGER_FILE, order.run_id)
+        supervisor = SupervisorProcess(order, channel, ledger)
     except LifecycleError as error:
         channel.send({"event": "refused", "kind": type(error).__name__, "reason": str(error)})
         return 3
     except OSError as error:
-        needs = f"it needs Linux 5.3 or later, and to write in {run.run_dir}"
+        needs = f"it needs Linux 5.3 or later, and to write in {order.run_dir}"
         reason = f"the supervisor could not begin: {error}; {needs}"
         channel.send({"event": "refused", "kind": "SupervisorNotStarted", "reason": reason})
         return 3

@@ -10,29 +10,34 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .children import Children, StartedChild
+from .gpu_memory import await_released
 from .ledger import LedgerRecord
 from .ports import port_is_free
 from .process import ProcessId, boot_id, kill_exactly, with_ancestors
-from .records import ChildEnd, PortState, Receipt, ScratchState, Survivor
+from .records import ChildEnd, DeviceState, PortState, Receipt, ScratchState, Survivor
 from .sweep import markers, sweep
 
 _REAP_S = 3.0
 _SLICE_S = 0.25
+# A driver's own bookkeeping, and what a neighbour's context takes on a shared device.
+_MEMORY_SLACK_MIB = 512
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a teardown must know of its run. `spare` are processes that it may never touch."""
+    """What a teardown must know of its run. `spare` are processes that it may never touch,
+    `used_mib` the memory in use on its devices before it began."""
 
     run_id: str
     run_dir: Path
     teardown_s: float
     spare: frozenset[ProcessId]
+    used_mib: Mapping[str, int] = field(default_factory=dict)
 
 
 def tear_down(
@@ -61,6 +66,7 @@ def tear_down(
         survivors=survivors,
         ports=_check_ports((port for spec in specs for port in spec.ports), deadline, turn),
         scratch=_remove_scratch(path for spec in specs for path in spec.scratch),
+        devices=await_released(run.used_mib, _MEMORY_SLACK_MIB, deadline, turn),
     )
 
 
@@ -104,6 +110,8 @@ def end_without_supervisor(run: RunFacts, records: Sequence[LedgerRecord], cause
     began = time.monotonic()
     deadline = began + run.teardown_s
     facts = _latest_run(records)
+    if facts and not run.used_mib:
+        run = replace(run, used_mib=facts[0].facts.get("used_mib", {}))
     this_boot = boot_id()
     ends = {_identity(record): record for record in facts if record.event == "child_ended"}
     started = [record for record in facts if record.event == "child_started"]
@@ -122,12 +130,19 @@ def end_without_supervisor(run: RunFacts, records: Sequence[LedgerRecord], cause
         survivors=survivors,
         ports=_check_ports((p for order in orders for p in order["ports"]), deadline, time.sleep),
         scratch=_remove_scratch(Path(path) for order in orders for path in order["scratch"]),
+        devices=await_released(run.used_mib, _MEMORY_SLACK_MIB, deadline, time.sleep),
     )
 
 
 def has_ended(records: Sequence[LedgerRecord]) -> bool:
     """Return whether the latest run of this ledger has its receipt (or there was none)."""
     return not records or any(record.event == "receipt" for record in _latest_run(records))
+
+
+def latest_receipt(records: Sequence[LedgerRecord]) -> Receipt | None:
+    """Return the receipt of the latest run of this ledger, or None if it has none."""
+    receipts = [record.facts for record in _latest_run(records) if record.event == "receipt"]
+    return Receipt.from_json(receipts[-1]) if receipts else None
 
 
 def spared(owner_pid: int) -> frozenset[ProcessId]:
@@ -144,18 +159,21 @@ def _receipt(
     survivors: tuple[Survivor, ...],
     ports: tuple[PortState, ...],
     scratch: tuple[ScratchState, ...],
+    devices: tuple[DeviceState, ...],
 ) -> Receipt:
     ports_free = all(each.free for each in ports)
     scratch_removed = all(each.removed for each in scratch)
+    memory_released = all(each.released for each in devices)
     return Receipt(
         run_id=run.run_id,
         cause=cause,
-        clean=not survivors and ports_free and scratch_removed,
+        clean=not survivors and ports_free and scratch_removed and memory_released,
         seconds=round(time.monotonic() - began, 3),
         children=children,
         survivors=survivors,
         ports=ports,
         scratch=scratch,
+        devices=devices,
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from opd_core.config import ExperimentConfig
+from opd_core.lifecycle.gpu_memory import Gpu, read_gpus
 from opd_core.preflight.facts import ModelFacts
 from opd_core.preflight.report import PreflightReport
 from opd_core.serving.servers import teacher_servers
@@ -17,15 +17,6 @@ BUSY_GPU_MIB = 1024
 WEIGHTS_ON_DISK = 2
 """Copies of the student that lie on their way to its servers: the one in use, and the next."""
 SHARED_MEMORY = Path("/dev/shm")
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU of this host; ``used_mib`` 0 also where the driver does not say."""
-
-    index: str
-    uuid: str
-    used_mib: int
 
 
 def check_devices(config: ExperimentConfig, report: PreflightReport) -> None:
@@ -65,7 +56,7 @@ def check_devices(config: ExperimentConfig, report: PreflightReport) -> None:
                 f"{who}: GPU {device} is the same as that of {owner[gpu]} "
                 f"({gpu.index}, {gpu.uuid}): give each its own"
             )
-        elif gpu.used_mib > BUSY_GPU_MIB:
+        elif (gpu.used_mib or 0) > BUSY_GPU_MIB:
             report.problems.append(
                 f"{who}: GPU {device} already holds {gpu.used_mib} MiB of somebody's memory; "
                 "wait, or choose another device"
@@ -73,24 +64,15 @@ def check_devices(config: ExperimentConfig, report: PreflightReport) -> None:
         owner.setdefault(gpu, who)
 
 
-def _gpus(devices: tuple[str, ...]) -> list[str]:
+def _gpus(devices: Sequence[str]) -> list[str]:
     return [device for device in devices if not device.startswith("cpu")]
 
 
-def read_gpus() -> list[Gpu]:
-    """The GPUs of this host, as nvidia-smi tells; none where there is no NVIDIA driver."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
-    try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    gpus = []
-    for line in output.stdout.splitlines():
-        fields = [part.strip() for part in line.split(",")]
-        if len(fields) == 3:
-            index, uuid, mib = fields
-            gpus.append(Gpu(index, uuid, int(mib) if mib.isdecimal() else 0))
-    return gpus
+def lock_names(devices: Sequence[str]) -> tuple[str, ...]:
+    """One name for each device, sorted: the UUID of a GPU, however it is named; what is no GPU of
+    this host keeps its name."""
+    uuids = {gpu.index: gpu.uuid for gpu in (read_gpus() if _gpus(devices) else ())}
+    return tuple(sorted({uuids.get(device, device) for device in devices}))
 
 
 def check_room(config: ExperimentConfig, report: PreflightReport) -> None:

@@ -33,5 +33,6 @@ def server_child(
         grace_s=command.grace_s,
         stop_order=stop_order,
         ports=(port,),
+        devices=server.launch.devices,
         ledger_argv=command.argv,
     )

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from opd_core.errors import ConfigError, PreflightError, ServingError, TeacherAnswerError
 from opd_core.lifecycle.errors import LifecycleError
 from opd_core.lifecycle.handle import Supervisor
-from opd_core.lifecycle.ledger import LEDGER_FILE, read_ledger
+from opd_core.lifecycle.ledger import LEDGER_FILE, is_held, read_ledger
 from opd_core.lifecycle.process import ProcessId, boot_id, identify, is_running
 from opd_core.lifecycle.records import RECEIPT_FILE
 from opd_core.lifecycle.teardown import has_ended
@@ -34,6 +34,7 @@ from opd_core.training.files import (
     CONFIG_FILE,
     LOGS_FOLDER,
     MODEL_CARD_FILE,
+    PHASE_FILE,
     RESULT_FILE,
     RUN_FILE,
     SAMPLERS_FILE,
@@ -45,6 +46,7 @@ from opd_core.training.forks import ForkPoint, name_of, newest_checkpoint
 from opd_core.whole_file import write_whole
 
 COMPLETED = "completed"
+ENDING_POLL_S = 0.2
 OF_ONE_ATTEMPT = (
     RECEIPT_FILE,
     RESULT_FILE,
@@ -53,6 +55,7 @@ OF_ONE_ATTEMPT = (
     TEACHERS_FILE,
     SAMPLERS_FILE,
     SCORING_FILE,
+    PHASE_FILE,
     LOGS_FOLDER,
     # Last: while it is there, a move that was broken off can be taken up again.
     LEDGER_FILE,
@@ -63,8 +66,8 @@ OF_ONE_ATTEMPT = (
 class Attempt:
     """One start of a run, with the process of its flow; times are seconds since the epoch.
 
-    ``status`` is how it ended: ``completed``, ``failed``, ``cancelled``, or empty while it runs and
-    where it was killed. ``flow_run_id`` is Prefect's.
+    ``status`` is how it ended: ``completed``, ``failed``, ``cancelled``, ``crashed`` (its flow was
+    killed), or empty while it runs. ``flow_run_id`` is Prefect's.
     """
 
     started_at: float
@@ -152,28 +155,34 @@ def find_flow_run(root: Path, flow_run_id: str) -> Path | None:
     return None
 
 
-def check_not_running(run_dir: Path, history: RunHistory) -> None:
-    """Raise :class:`ConfigError` while a process of the run is alive on this machine."""
+def check_not_running(history: RunHistory) -> None:
+    """Raise :class:`ConfigError` while the flow of the run's latest attempt is alive here."""
     latest = history.attempts[-1]
     if latest.alive:
         raise ConfigError(f"run {history.run_id} is still running (pid {latest.pid}): end it first")
-    if (pid := _supervisor_at_work(run_dir)) is not None:
+
+
+def _check_supervisor(run_dir: Path, history: RunHistory) -> None:
+    if is_held(run_dir / LEDGER_FILE):
         raise ConfigError(
-            f"run {history.run_id} is still running: its supervisor (pid {pid}) is ending what it "
-            "started; try again in a minute"
+            f"run {history.run_id} is still running: its supervisor is ending what it started, and "
+            "writes its final state; try again in a minute"
         )
 
 
-def _supervisor_at_work(run_dir: Path) -> int | None:
-    try:
-        records = read_ledger(run_dir / LEDGER_FILE)
-    except LifecycleError as error:
-        raise ConfigError(str(error)) from None
-    starts = [record.facts for record in records if record.event == "run_started"]
-    if has_ended(records) or not starts or starts[-1]["boot_id"] != boot_id():
-        return None
-    pid = int(starts[-1]["supervisor_pid"])
-    return pid if is_running(ProcessId(pid, starts[-1]["supervisor_start_ticks"])) else None
+def await_ending(run_dir: Path, limit_s: float, waiting: Callable[[float], None]) -> None:
+    """Wait until the supervisor of the latest attempt has ended what that started, and has written
+    its final state. ``waiting`` gets the seconds so far. Raises :class:`ConfigError`."""
+    started = time.monotonic()
+    while is_held(run_dir / LEDGER_FILE):
+        seconds = time.monotonic() - started
+        if seconds > limit_s:
+            raise ConfigError(
+                f"{run_dir}: the supervisor of its last attempt is still at work after "
+                f"{seconds:.0f} s; read {run_dir / 'supervisor.log'}, or end it by SIGTERM"
+            )
+        waiting(seconds)
+        time.sleep(ENDING_POLL_S)
 
 
 def continue_run(
@@ -186,7 +195,8 @@ def continue_run(
     """
     with _claimed(run_dir):
         history = read_history(run_dir)
-        check_not_running(run_dir, history)
+        check_not_running(history)
+        _check_supervisor(run_dir, history)
         check_fingerprints(run_dir, history, fingerprints)
         _end_what_is_left(run_dir, history.run_id, teardown_s)
         _put_aside(run_dir, len(history.attempts))
@@ -223,7 +233,8 @@ def end_leftovers(run_dir: Path, teardown_s: float) -> None:
     """
     with _claimed(run_dir):
         history = read_history(run_dir)
-        check_not_running(run_dir, history)
+        check_not_running(history)
+        _check_supervisor(run_dir, history)
         _end_what_is_left(run_dir, history.run_id, teardown_s)
 
 

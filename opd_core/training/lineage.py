@@ -26,6 +26,7 @@ from opd_core.training.forks import checkpoint_to_fork, name_of
 FREE: dict[str, tuple[str, ...]] = {
     "where the run lives, and who is told of it": (
         "description",
+        "devices.*",
         "ray.*",
         "run.*",
         "tracking.*",
@@ -150,11 +151,11 @@ def plan_run(
         raise ConfigError("expected --resume or --fork, got both: a run goes on, or begins anew")
     if not (name := resume or fork):
         return RunPlan(load_recipe(recipe, overrides))
-    run_dir = _find_run(name, recipe, overrides)
+    run_dir = find_run(name, recipe, overrides)
     source = run_dir / CONFIG_FILE
     if resume:
         history = read_history(run_dir)
-        check_not_running(run_dir, history)
+        check_not_running(history)
         config = load_recipe(source, overrides)
         text = source.read_text(encoding="utf-8")
         check_resume(run_dir, history, parse_config(json.loads(text), source=str(source)), config)
@@ -164,8 +165,11 @@ def plan_run(
     return RunPlan(config, fork=run_dir)
 
 
-def _find_run(name: str, recipe: str | Path, overrides: Sequence[str]) -> Path:
-    """The directory as it is named, else the run of that id under the run root."""
+def find_run(name: str, recipe: str | Path, overrides: Sequence[str]) -> Path:
+    """The directory as it is named, else the run of that id under the recipe's run root.
+
+    Raises :class:`ConfigError`.
+    """
     if Path(name).is_dir():
         return Path(name).absolute()
     where = [override for override in overrides if override.startswith("run.root=")]

@@ -24,6 +24,7 @@ from opd_core.rollout import RolloutState
 from opd_core.rollout_json import refused_as
 from opd_core.training.batch import TrainBatch, build_batch
 from opd_core.training.checkpoint_folder import Checkpoint, CheckpointFolder
+from opd_core.training.phase import tell_phase
 from opd_core.training.step_log import EVALUATED, TRAINED, StepLog
 from opd_core.training.step_records import StepRecord, StepRecords
 from opd_core.training.stopping import reached
@@ -149,12 +150,14 @@ class TrainLoop:
 
     async def _train_step(self, train_step: int) -> None:
         started, sampled_before = time.perf_counter(), self.agent_loop.sampling.seconds
+        tell_phase(self.run_dir, "sampling", train_step)
         try:
             record = await self._batch_of(train_step)
         finally:  # the write has had the whole collection's time
             await self._finish_checkpoint()
         collected = time.perf_counter()
         sampling_s = self.agent_loop.sampling.seconds - sampled_before
+        tell_phase(self.run_dir, "training", train_step)
         # Written beside the update: of that nothing is on disk before the batch is.
         recording = asyncio.create_task(self._record(record))
         try:
@@ -251,6 +254,7 @@ class TrainLoop:
         return {"seed": self.config.seed, "prompts": self.prompts}
 
     async def _sync(self, train_step: int) -> None:
+        tell_phase(self.run_dir, "weight sync", train_step)
         await self.sampler.sync(self.learner, train_step)
 
     def _evaluation_due(self, train_step: int) -> bool:
@@ -261,6 +265,7 @@ class TrainLoop:
     async def _evaluate(self, train_step: int) -> None:
         if self.evaluate is None or self.log.has(train_step, EVALUATED):
             return
+        tell_phase(self.run_dir, "evaluation", train_step)
         started = time.perf_counter()
         evaluation = await self.evaluate()
         seconds = time.perf_counter() - started
@@ -273,6 +278,7 @@ class TrainLoop:
         every = self.config.training.checkpoint_every
         if not every or not (last or train_step % every == 0):
             return
+        tell_phase(self.run_dir, "checkpoint", train_step)
         checkpoint = self.checkpoints.begin(train_step)
         self.writing = checkpoint, {"data": self._data(), "loop": self.collector.state()}
         await self.learner.start_checkpoint(checkpoint.state)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from opd_core.lifecycle.process import ProcessId
+from opd_core.lifecycle.registry import RegisteredRun, Registry
+
 ROOT = Path(__file__).parents[2]
 
 
-def opd(*arguments: str) -> subprocess.CompletedProcess[str]:
+def opd(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "deployments.cli", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "200", **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_a_typing_error_in_an_override_names_the_key_and_the_right_one() -> None:
@@ -55,6 +67,24 @@ def test_an_unknown_preparation_lists_those_that_exist() -> None:
     assert "smollm2" in done.stderr
 
 
+def test_a_dead_run_is_shown_ended_and_then_gone(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "opd-lab" / "runs")
+    (tmp_path / "tiny-1").mkdir()
+    never = ProcessId(os.getpid(), 1)
+    lacks = (sys.executable, "-c", "import sys; sys.exit('MLflow is away')")
+    registry.add(RegisteredRun.here("tiny-1", tmp_path / "tiny-1", never, lacks, 5.0))
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    done = opd("reap", "--dry-run", "--json", **state)
+    assert (done.returncode, json.loads(done.stdout)[0]["done"]) == (0, "would be ended")
+    done = opd("reap", "--json", **state)
+    assert (done.returncode, json.loads(done.stdout)[0]["done"]) == (1, "MLflow is away")
+    registry.add(RegisteredRun.here("tiny-1", tmp_path / "tiny-1", never, (), 5.0))
+    done = opd("reap", **state)
+    assert done.returncode == 0
+    assert "ended and settled" in " ".join(done.stdout.split())
+    assert opd("reap", **state).stdout == "every run is settled\n"
+
+
 def test_recipes_are_listed_with_what_they_do() -> None:
     done = opd("recipes")
     assert done.returncode == 0
@@ -68,6 +98,6 @@ def test_the_page_of_settings_is_the_configurations_own() -> None:
     assert done.stdout == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", ["run", "check", "prepare", "recipes", "settings"])
+@pytest.mark.parametrize("command", ["run", "check", "prepare", "reap", "recipes", "settings"])
 def test_every_command_explains_itself(command: str) -> None:
     assert "Usage" in opd(command, "--help").stdout

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from opd_core.config import ExperimentConfig
 from opd_core.errors import PreflightError
 from opd_core.preflight import ModelFacts, PreflightReport, read_model_facts, run_preflight
+from opd_core.preflight.machine import lock_names
 
 SYMBOLS = ["<pad>", "<eos>", "<end>", *"0123456789+-=?"]
 VOCAB_SIZE = 24  # padded beyond the tokenizer's, as real models are
@@ -607,6 +608,16 @@ def test_a_slice_of_a_gpu_is_taken_on_trust(place: Path, path_of_programs: Path)
     report = run_preflight(recipe(place, *on_gpus(["0"], ["MIG-cc"])))
     assert report.problems == []
     assert report.warnings == ["teacher 'teacher': MIG device 'MIG-cc' is taken on trust"]
+
+
+def test_a_device_has_one_name_to_be_locked_by(path_of_programs: Path) -> None:
+    fake_nvidia_smi(path_of_programs, "0, GPU-bb, 4", "1, GPU-aa, [N/A]")
+    names = lock_names(("1", "cpu:0", "0", "GPU-bb", "7", "MIG-cc", "GPU-dd"))
+    assert names == ("7", "GPU-aa", "GPU-bb", "GPU-dd", "MIG-cc", "cpu:0")
+
+
+def test_without_a_driver_a_device_keeps_its_name(path_of_programs: Path) -> None:
+    assert lock_names(["cpu:1", "0", "cpu:0", "0"]) == ("0", "cpu:0", "cpu:1")
 
 
 # ------------------------------------------------------------------ disk and shared memory

@@ -30,10 +30,14 @@ class FakeSupervisor:
     """Children by name; ``ordered`` are all orders in turn. The ``silent`` do not answer yet."""
 
     ordered: list[ChildSpec] = field(default_factory=list)
+    notes: list[dict[str, object]] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
     sockets: dict[str, ThreadingHTTPServer] = field(default_factory=dict)
+
+    def note(self, event: str, **facts: object) -> None:
+        self.notes.append({"event": event, **facts})
 
     def spawn(self, spec: ChildSpec) -> None:
         self.ordered.append(spec)

@@ -19,7 +19,7 @@ from opd_core.training.attempts import Attempt, RunHistory
 from opd_core.training.results import RunResult
 from tasks.console import TERMINAL
 from tasks.environment import RunRecord
-from tasks.session import Session
+from tasks.session import Cluster, Session
 from tasks.student import run_jobs
 
 RECIPE = Path(__file__).parents[2] / "deployments" / "recipes" / "tiny.yaml"
@@ -61,6 +61,20 @@ class FakeRay:
         self.jobs[job] = "STOPPED"
 
 
+@dataclass
+class FakeLedger:
+    """A supervisor that takes notes, each with the jobs that were submitted before it."""
+
+    ray: FakeRay
+    notes: list[tuple[str, dict[str, Any], list[str]]] = field(default_factory=list)
+
+    def note(self, event: str, **facts: Any) -> None:
+        self.notes.append((event, facts, list(self.ray.submitted)))
+
+    def raise_if_dead(self, *names: str, but: Any = ()) -> None:
+        pass
+
+
 Jobs = Callable[..., tuple[FakeRay, Session]]
 
 
@@ -71,8 +85,8 @@ def jobs(tmp_path: Path) -> Jobs:
     def make(*plan: RunResult | str) -> tuple[FakeRay, Session]:
         config = load_recipe(RECIPE, ["opd=null", "task.group_size=2", "training.steps=5"])
         run = RunRecord("tiny-1", tmp_path, config, RunHistory("tiny-1", (Attempt(1.0),), {}))
-        supervisor = cast(Supervisor, SimpleNamespace(raise_if_dead=lambda *_, **__: None))
-        return FakeRay(tmp_path, iter(plan)), Session(run, PreflightReport(), supervisor, {})
+        ray = FakeRay(tmp_path, iter(plan))
+        return ray, Session(run, PreflightReport(), cast(Supervisor, FakeLedger(ray)), {})
 
     return make
 
@@ -100,6 +114,22 @@ def test_a_killed_job_and_one_whose_actor_died_are_started_again_from_the_same_d
     ]
     # A job must not find how another one ended, nor how it scored.
     assert ray.found == [{"logs"}] * 3
+
+
+def test_a_job_on_a_cluster_that_outlives_the_run_stands_in_the_ledger_before_it_exists(
+    jobs: Jobs,
+) -> None:
+    ray, session = jobs("FAILED", DONE)
+    session.cluster = Cluster("http://elsewhere:8265", None, owned=False)
+    run_jobs(session, ray)
+    assert cast(FakeLedger, session.supervisor).notes == [
+        ("ray_job", {"address": "http://elsewhere:8265", "job_id": "tiny-1"}, []),
+        ("ray_job", {"address": "http://elsewhere:8265", "job_id": "tiny-1-2"}, ["tiny-1"]),
+    ]
+    ray, session = jobs(DONE)
+    session.cluster = Cluster("http://127.0.0.1:8265", "token", owned=True)
+    run_jobs(session, ray)
+    assert cast(FakeLedger, session.supervisor).notes == []
 
 
 def test_a_job_that_dies_too_often_ends_the_run_with_its_last_reason(jobs: Jobs) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from opd_core.lifecycle.receipt_text import left_over
 from opd_core.lifecycle.records import Receipt, Survivor
 from opd_core.preflight import PreflightReport
 from opd_core.recipe import load_recipe
@@ -20,11 +21,9 @@ from opd_core.training.forks import ForkPoint
 from opd_core.training.results import RunResult
 from tasks.console import TERMINAL
 from tasks.environment import RunRecord
-from tasks.session import _left_over
+from tasks.mlflow_run import git_commit, mlflow_run
 from tasks.tracking import (
-    _mlflow_run,
     build_summary,
-    git_commit,
     show_summary,
     write_model_card,
     write_summary,
@@ -100,7 +99,7 @@ def test_an_unclean_teardown_is_a_failure_that_names_what_is_left(run: RunRecord
     write_result(run)
     left = receipt(Survivor(77, "python"))
     assert build_summary(run, left, {}, error=None)["status"] == "failed"
-    assert "process 77 (python)" in _left_over(left)
+    assert "process 77 (python)" in left_over(left)
 
 
 def test_a_job_that_left_no_result_has_a_summary_too(run: RunRecord) -> None:
@@ -199,11 +198,11 @@ def test_an_early_stop_restarts_and_pass_at_k_are_shown_only_where_there_were_an
 def test_a_fork_says_where_it_comes_from(run: RunRecord) -> None:
     write_result(run)
     forked = replace(run, history=replace(HISTORY, forked_from=ForkPoint("tiny-0", 20)))
-    tags = _mlflow_run(forked, PreflightReport()).tags
+    tags = mlflow_run(forked, PreflightReport()).tags
     assert (tags["opd.forked_from"], tags["opd.forked_at_step"]) == ("tiny-0", "20")
     write_model_card(forked, PreflightReport(), build_summary(run, receipt(), {}, error=None))
     assert "train step 20 of tiny-0" in (run.directory / "model_card.md").read_text()
-    assert "opd.forked_from" not in _mlflow_run(run, PreflightReport()).tags
+    assert "opd.forked_from" not in mlflow_run(run, PreflightReport()).tags
 
 
 def test_the_model_card_says_how_it_was_measured(run: RunRecord) -> None:

@@ -249,3 +249,28 @@ def test_on_an_existing_cluster_the_students_devices_are_elsewhere() -> None:
     tree = config.resolved() | {"ray": {"address": "http://head:8265"}}
     tree["student"]["devices"] = ["0"]
     assert ExperimentConfig.model_validate(tree).student.devices == ("0",)
+
+
+def test_a_run_has_every_device_on_the_flows_host_for_itself_but_the_plain_cpu() -> None:
+    config = devices_of(["3", "GPU-aa"], ["cpu"], ["10"], ["MIG-b", "2"])
+    assert config.leased_devices == ("10", "2", "3", "GPU-aa", "MIG-b")
+    assert devices_of(["cpu:1"], ["cpu:0"]).leased_devices == ("cpu:0", "cpu:1")
+    assert devices_of(["cpu"], ["cpu"]).leased_devices == ()
+    assert experiment(opd=None, task=JUDGED).leased_devices == ()
+    assert experiment(student={"model": "/m", "devices": ("0",)}).leased_devices == ("0",)
+
+
+def test_the_devices_of_servers_that_sample_are_among_the_students() -> None:
+    sampling = {
+        "max_new_tokens": 16,
+        "engine": "sglang",
+        "devices": ("1",),
+        "server": {"memory_fraction": 0.4},
+    }
+    config = experiment(student={"model": "/m", "devices": ("0", "1")}, sampling=sampling)
+    assert config.leased_devices == ("0", "1")
+
+
+def test_on_an_existing_cluster_only_the_teachers_devices_are_the_runs() -> None:
+    tree = devices_of(["5"], ["0", "1"]).resolved() | {"ray": {"address": "http://head:8265"}}
+    assert ExperimentConfig.model_validate(tree).leased_devices == ("0", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 import uuid
@@ -72,6 +73,29 @@ if "code" in options:
     sys.exit(options["code"])
 while True:
     signal.pause()
+"""
+
+# The owner of a run. argv: what to start, as JSON. Prints the supervisor's pid when all children
+# run, then does what it reads: "end", "settled"; at the end of its input it exits.
+OWNER = """
+import json, pathlib, sys
+from opd_core.lifecycle.handle import Supervisor
+from opd_core.lifecycle.records import ChildSpec
+from opd_core.lifecycle.registry import Registry
+
+what = json.loads(sys.argv[1])
+supervisor = Supervisor.start(
+    run_dir=pathlib.Path(what["run_dir"]),
+    run_id=what["run_id"],
+    settle=tuple(what["settle"]),
+    registry=Registry(pathlib.Path(what["registry"])),
+)
+for child in what["children"]:
+    supervisor.spawn(ChildSpec.from_wire(child))
+print(supervisor.pid, flush=True)
+for line in sys.stdin:
+    getattr(supervisor, line.strip())()
+    print("done", flush=True)
 """
 
 
@@ -162,3 +186,50 @@ def repository() -> Path:
     import opd_core.lifecycle.process as module
 
     return Path(os.path.abspath(module.__file__)).parents[2]
+
+
+@pytest.fixture
+def start_owner(
+    tmp_path: Path, run_id: str, repository: Path
+) -> Iterator[Callable[..., tuple[subprocess.Popen[str], ProcessId]]]:
+    """Start an owner of a run in `tmp_path`/run, and these children; return it and its supervisor.
+
+    Its run stands in the registry `tmp_path`/registry. Its own environment carries another run's
+    marker.
+    """
+    owners: list[subprocess.Popen[str]] = []
+    supervisors: list[ProcessId] = []
+    program = tmp_path / "owner.py"
+    program.write_text(OWNER)
+
+    def start(
+        settle: tuple[str, ...], *children: ChildSpec
+    ) -> tuple[subprocess.Popen[str], ProcessId]:
+        what = {
+            "run_dir": str(tmp_path / "run"),
+            "run_id": run_id,
+            "settle": settle,
+            "registry": str(tmp_path / "registry"),
+            "children": [child.to_wire() for child in children],
+        }
+        marks = {"OPD_RUN_ID": "an-outer-run", "OPD_RUN_CHILD": "an-outer-child"}
+        owner = subprocess.Popen(
+            [sys.executable, str(program), json.dumps(what)],
+            env={**os.environ, **marks, "PYTHONPATH": str(repository)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        owners.append(owner)
+        assert owner.stdout is not None
+        supervisor = identify(int(owner.stdout.readline()))
+        assert supervisor is not None
+        supervisors.append(supervisor)
+        return owner, supervisor
+
+    yield start
+    for owner in owners:
+        owner.kill()
+        owner.communicate()
+    for supervisor in supervisors:
+        kill_exactly(supervisor)

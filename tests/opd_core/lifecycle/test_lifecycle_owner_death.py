@@ -17,6 +17,7 @@ import pytest
 
 from opd_core.lifecycle.handle import Supervisor
 from opd_core.lifecycle.ledger import read_ledger
+from opd_core.lifecycle.order import RunOrder
 from opd_core.lifecycle.process import ProcessId, identify, is_running, kill_exactly
 from opd_core.lifecycle.records import ChildSpec, Receipt, read_receipt
 
@@ -212,9 +213,14 @@ def test_a_later_process_with_the_owners_pid_is_not_taken_for_the_owner(
     )
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        command = [sys.executable, "-c", code, "--run-dir", str(tmp_path), "--run-id", run_id]
-        command += ["--teardown-s", "60", "--control-fd", str(theirs.fileno())]
-        command += ["--owner-pid", str(me.pid), "--owner-start-ticks", str(me.start_ticks - 1)]
+        order = RunOrder(
+            run_id=run_id,
+            run_dir=tmp_path,
+            teardown_s=60.0,
+            owner=ProcessId(me.pid, me.start_ticks - 1),
+            control_fd=theirs.fileno(),
+        )
+        command = [sys.executable, "-c", code, json.dumps(order.to_wire())]
         subprocess.run(command, env=environment, pass_fds=[theirs.fileno()], timeout=60, check=True)
     found = read_receipt(tmp_path)
     assert found is not None

@@ -29,8 +29,15 @@ from opd_core.lifecycle.errors import (
 from opd_core.lifecycle.handle import Supervisor
 from opd_core.lifecycle.launch import launch
 from opd_core.lifecycle.ledger import read_ledger
+from opd_core.lifecycle.order import RunOrder
 from opd_core.lifecycle.ports import reserve_ports
-from opd_core.lifecycle.process import ProcessId, is_running, open_pidfd, wait_pidfd
+from opd_core.lifecycle.process import (
+    ProcessId,
+    identify,
+    is_running,
+    open_pidfd,
+    wait_pidfd,
+)
 from opd_core.lifecycle.records import (
     ChildSpec,
     PortState,
@@ -462,8 +469,17 @@ def test_a_closed_control_line_ends_the_run_after_what_was_said_on_it(
     last_words: str | None, cause: str, tmp_path: Path, run_id: str
 ) -> None:
     ours, theirs = socket.socketpair()
+    me = identify(os.getpid())
+    assert me is not None
     with theirs:
-        process = launch(tmp_path, run_id, 60.0, sys.executable, theirs)
+        order = RunOrder(
+            run_id=run_id,
+            run_dir=tmp_path,
+            teardown_s=60.0,
+            owner=me,
+            control_fd=theirs.fileno(),
+        )
+        process = launch(order, sys.executable)
     conversation = Conversation(ours)
     assert conversation.await_ready(60.0)
     if last_words is not None:

@@ -21,8 +21,8 @@ from opd_core.scoring.facts import Canary, TeacherFacts, facts_to_json
 from opd_core.training.attempts import (
     Attempt,
     RunHistory,
+    await_ending,
     check_external_teachers,
-    check_not_running,
     continue_run,
     end_attempt,
     find_flow_run,
@@ -94,12 +94,15 @@ def test_an_ended_attempt_another_boot_and_a_reused_pid_are_not_alive(
 
 
 def test_a_run_whose_supervisor_is_still_ending_it_is_not_touched(run_dir: Path) -> None:
-    with (
-        Supervisor.start(run_dir=run_dir, run_id="run-1") as supervisor,
-        pytest.raises(ConfigError, match=rf"its supervisor \(pid {supervisor.pid}\)"),
-    ):
-        check_not_running(run_dir, read_history(run_dir))
-    check_not_running(run_dir, read_history(run_dir))
+    told: list[float] = []
+    with Supervisor.start(run_dir=run_dir, run_id="run-1"):
+        with pytest.raises(ConfigError, match="its supervisor is ending what it started"):
+            continue_run(run_dir, PRINTS, "", 10.0)
+        with pytest.raises(ConfigError, match="still at work"):
+            await_ending(run_dir, 0.3, told.append)
+    assert told
+    await_ending(run_dir, 0.3, told.append)
+    assert len(continue_run(run_dir, PRINTS, "", 10.0).attempts) == 2
 
 
 def test_two_processes_cannot_take_a_run_up_at_once(run_dir: Path) -> None:
@@ -176,7 +179,7 @@ def test_an_external_teacher_must_score_as_it_did_when_the_run_began(run_dir: Pa
 
 def test_a_damaged_ledger_is_told(run_dir: Path) -> None:
     (run_dir / "ledger.jsonl").write_text('nonsense\n{"event": "receipt", "at": 1}\n')
-    with pytest.raises(ConfigError, match=r"JSON record in line 1 of .*ledger.jsonl"):
+    with pytest.raises(PreflightError, match=r"JSON record in line 1 of .*ledger.jsonl"):
         continue_run(run_dir, PRINTS, "", 10.0)
 
 

@@ -15,7 +15,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import IO
 
 from opd_core.errors import ServingError
@@ -27,14 +28,33 @@ POLL_S = 0.2
 LOG_TAIL_BYTES = 4000
 
 _for_the_process = ExitStack()
+_started: list[int] = []
+"""The port of this process's server, once it answers."""
 
 
-def ensure_prefect_api() -> None:
+def lasting_api() -> str:
+    """Where Prefect's API answers also after this process; empty where only a temporary server
+    does, which another process has to start for itself."""
+    from prefect.settings import PREFECT_API_URL
+
+    return "" if _started else PREFECT_API_URL.value() or ""
+
+
+@contextmanager
+def configured_api(api: str) -> Iterator[None]:
+    """Take what :func:`lasting_api` said in another process for what is configured here."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: api or None}):
+        yield
+
+
+def ensure_prefect_api(limit_s: float = START_LIMIT_S) -> None:
     """Nothing to do if ``PREFECT_API_URL`` is set (environment or profile); else start a server on
     loopback, over the user's own Prefect database, that ends with this process.
 
     For the main thread: the server dies with the thread that started it. Raises
-    :class:`ServingError` if it does not start.
+    :class:`ServingError` if it does not start within ``limit_s``.
     """
     # Registered before Prefect's own exit functions, so called after them: they still send logs.
     ending = ExitStack()
@@ -48,7 +68,8 @@ def ensure_prefect_api() -> None:
     log = ending.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (closed by ending)
     server = _start(port, log)
     ending.callback(server.terminate)
-    _await(server, f"http://127.0.0.1:{port}/api/health", log)
+    _await(server, f"http://127.0.0.1:{port}/api/health", log, limit_s)
+    _started.append(port)
     _for_the_process.enter_context(
         temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}/api"})
     )
@@ -68,9 +89,9 @@ def _start(port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
     )
 
 
-def _await(server: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
+def _await(server: subprocess.Popen[bytes], url: str, log: IO[bytes], limit_s: float) -> None:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline = time.monotonic() + START_LIMIT_S
+    deadline = time.monotonic() + limit_s
     while True:
         try:
             with opener.open(url, timeout=5) as response:

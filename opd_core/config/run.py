@@ -1,0 +1,78 @@
+"""What is around an experiment: Ray, the devices' locks, tracking, the run's own directory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_serializer, field_validator
+
+from opd_core.config.values import Frozen, is_http_url
+
+
+class RayConfig(Frozen):
+    """Where the student runs: a private head (address null) or an existing cluster."""
+
+    address: str | None = Field(
+        None, description="Dashboard of an existing cluster (http://host:8265); null starts a head"
+    )
+    num_cpus: int | None = Field(None, ge=1, description="CPUs of the private head; null is enough")
+    object_store_mb: int = Field(200, ge=80)
+    startup_limit_s: float = Field(180.0, gt=0)
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        "PACK", description="How Ray places the actors over nodes (its placement group strategies)"
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _http_address(cls, value: str | None) -> str | None:
+        if value is not None and not is_http_url(value):
+            raise ValueError(
+                f"the student is submitted over Ray's Jobs API: expected the dashboard's URL "
+                f"like http://head-node:8265, got {value!r}"
+            )
+        return value
+
+
+class DevicesConfig(Frozen):
+    """Devices belong to one run at a time: each run of this host locks its own."""
+
+    wait_s: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=True,
+        description="Seconds to queue for devices that another run of this host holds (.inf: for "
+        "ever); null is 0 from the command line, and for ever in a deployment",
+    )
+
+    @field_serializer("wait_s", when_used="json")
+    def _infinity_is_a_word(self, value: float | None) -> float | str | None:
+        return "inf" if value == math.inf else value  # JSON has no number for it
+
+
+class TrackingConfig(Frozen):
+    """Where the journal is shipped to."""
+
+    mlflow: bool = True
+    mlflow_uri: str | None = Field(None, description="null is SQLite in the run root")
+    experiment: str = Field("opd", min_length=1)
+    tensorboard: bool = True
+
+
+class RunConfig(Frozen):
+    """Where a run lives and how long its ending may take."""
+
+    root: str = Field("runs", min_length=1, description="Each run gets a directory under it")
+    teardown_s: float = Field(60.0, gt=0, description="One deadline for the whole teardown")
+    deadline_s: float | None = Field(
+        None, gt=0, description="The run ends so long after its start, resumable; null is never"
+    )
+    end_with_worker: bool = Field(
+        True, description="A flow run of a deployment ends when its worker is gone"
+    )
+
+    @property
+    def root_dir(self) -> Path:
+        """The root as an absolute path."""
+        return Path(self.root).expanduser().absolute()

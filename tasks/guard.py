@@ -1,0 +1,179 @@
+"""Ends a flow that nobody else would end: its worker is gone, or nobody carries out a cancellation.
+
+A worker or a served runner starts a flow as its child, and ends it when it is cancelled. One
+that was killed does neither: the flow would run on for hours, and "Cancel" would do nothing. So
+a flow looks after itself, in threads of its own, and if need be sends itself the SIGTERM that
+Prefect turns into an exception in the main thread: the run then ends as it always does.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import signal
+import stat
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from prefect._internal.control_listener import get_intent
+from prefect.client.schemas.objects import TERMINAL_STATES, StateType
+from prefect.runtime import deployment, flow_run
+
+from opd_core.lifecycle.process import executable_name, read_stat
+from tasks.console import warn
+from tasks.flow_state import CANCELLED, api_states
+
+WORKER_GONE = "worker gone"
+ENDED_IN_PREFECT = "ended in Prefect"
+LAUNCHERS_EVERY_S = 1.0
+STATE_EVERY_S = 5.0
+API_TIMEOUT_S = 5.0
+WORKER_PATIENCE_S = 20.0
+"""So long a worker has to carry out a cancellation; where there is none, a second look suffices."""
+RUNNER_MARK = "PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS"
+"""Whoever starts a flow run's process and sees to its cancellation sets this to ``false``."""
+
+Launchers = tuple[int, ...]
+
+
+class Guard:
+    """Watches over the flow in this process between ``with`` and :meth:`stop`.
+
+    ``launched`` says that a worker or a runner started it. :attr:`cause` is why the guard ended the
+    flow, empty if it did not. ``read_state`` returns None where the state is not known.
+    """
+
+    def __init__(
+        self,
+        read_state: Callable[[], StateType | None],
+        *,
+        launched: bool,
+        end_with_worker: bool,
+        read_launchers: Callable[[], Launchers] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        end_flow: Callable[[str], None] | None = None,
+    ) -> None:
+        self.cause = ""
+        self._read_state = read_state
+        self._read_launchers = read_launchers or launchers
+        self._clock = clock
+        self._end_flow = end_flow or _terminate_this_process
+        self._watches_launchers = launched and end_with_worker
+        self._patience_s = WORKER_PATIENCE_S if launched else 0.0
+        self._launchers = self._read_launchers()
+        self._cancelling_since: float | None = None
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        if self._watches_launchers:
+            self._start(self.check_launchers, LAUNCHERS_EVERY_S)
+        self._start(self.check_state, STATE_EVERY_S)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """From now on nothing is ended: call it before the teardown begins."""
+        with self._lock:
+            self._stopped.set()
+
+    def check_launchers(self) -> None:
+        """One look at who started this process."""
+        if self._read_launchers() != self._launchers:
+            self._end(WORKER_GONE)
+
+    def check_state(self) -> None:
+        """One look at the flow run's state in Prefect."""
+        state = self._read_state()
+        if state is None:
+            return
+        if state in TERMINAL_STATES:
+            self._end(CANCELLED if state is StateType.CANCELLED else ENDED_IN_PREFECT)
+        elif state is not StateType.CANCELLING:
+            self._cancelling_since = None
+        elif self._cancelling_since is None:
+            self._cancelling_since = self._clock()
+        elif self._clock() - self._cancelling_since >= self._patience_s:
+            self._end(CANCELLED)
+
+    def cause_of(self, error: BaseException | None) -> str:
+        """Why the run ends, for its receipt; ``error`` is what left the flow's stages."""
+        if error is None:
+            return "completed"
+        if isinstance(error, Exception):
+            return type(error).__name__
+        cancelled = CANCELLED if get_intent() == "cancel" else ""
+        return self.cause or cancelled or type(error).__name__
+
+    def _start(self, check: Callable[[], None], every_s: float) -> None:
+        def watch() -> None:
+            while not self._stopped.wait(every_s):
+                check()
+
+        # Prefect keeps its API's address and its logger in context variables.
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(watch,), name="guard", daemon=True).start()
+
+    def _end(self, cause: str) -> None:
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            self._stopped.set()
+            self.cause = cause
+            self._end_flow(cause)
+        warn(f"ending this run: {cause}")
+
+
+def guard_flow(end_with_worker: bool) -> Guard:
+    """The guard of the flow run that this is called in; outside of one it does nothing."""
+    flow_run_id = str(flow_run.id or "")
+    launched = bool(flow_run_id and deployment.id) and os.environ.get(RUNNER_MARK) == "false"
+    return Guard(
+        lambda: _state_in_prefect(flow_run_id) if flow_run_id else None,
+        launched=launched,
+        end_with_worker=end_with_worker,
+    )
+
+
+def launchers() -> Launchers:
+    """The parent of this process, and so on up from it while that is ``uv run``, which outlives the
+    worker that it was started by. Another tuple means that one of them has gone."""
+    found = [os.getppid()]
+    while executable_name(found[-1]) == "uv" and (uv := read_stat(found[-1])) is not None:
+        found.append(uv.parent)
+    return tuple(found)
+
+
+def _state_in_prefect(flow_run_id: str) -> StateType | None:
+    try:
+        with api_states(flow_run_id, API_TIMEOUT_S, retries=0) as states:
+            state = states.read()
+    except Exception:  # the API is away for a while: the run goes on
+        return None
+    return state.type if state is not None else None
+
+
+def _terminate_this_process(cause: str) -> None:
+    if cause == WORKER_GONE:
+        _let_go_of_pipes()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _let_go_of_pipes() -> None:
+    """Nobody reads what a dead worker was to read, and the first line written to a broken pipe
+    would end this process in the middle of its teardown. Prefect's API gets the log all the
+    same."""
+    with open(os.devnull, "wb") as nothing:
+        for output in (1, 2):
+            if stat.S_ISFIFO(os.fstat(output).st_mode):
+                os.dup2(nothing.fileno(), output)

@@ -1,0 +1,59 @@
+"""What is around an experiment: how long it queues for devices, and when it ends unasked."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from opd_core.config import DevicesConfig, RunConfig
+from opd_core.recipe import load_recipe, parse_config
+
+RECIPE = """
+name: test
+student: {model: /models/student}
+data: {train: /data/train.jsonl}
+task: {group_size: 2, judge: "m:f"}
+sampling: {max_new_tokens: 16}
+opd: null
+training: {steps: 1, prompts_per_step: 4, learning_rate: 1.0e-6}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+def test_how_long_to_queue_depends_on_the_door_unless_it_is_said(recipe: Path) -> None:
+    assert load_recipe(recipe).devices.wait_s is None
+    assert load_recipe(recipe, ["devices.wait_s=0"]).devices.wait_s == 0
+    assert load_recipe(recipe, ["devices.wait_s=90"]).devices.wait_s == 90
+
+
+def test_a_queue_without_end_is_written_as_json_and_read_again(recipe: Path) -> None:
+    config = load_recipe(recipe, ["devices.wait_s=.inf"])
+    assert config.devices.wait_s == math.inf
+    text = json.dumps(config.resolved(), allow_nan=False)
+    assert parse_config(json.loads(text), source="here") == config
+    recipe.write_text(text)  # an earlier run's settings are read as a recipe
+    assert load_recipe(recipe) == config
+
+
+@pytest.mark.parametrize("wait_s", [-1, -math.inf, math.nan, "long"])
+def test_a_time_to_queue_that_is_none_is_refused(wait_s: object) -> None:
+    with pytest.raises(ValidationError, match="wait_s"):
+        DevicesConfig.model_validate({"wait_s": wait_s})
+
+
+def test_a_run_ends_with_its_worker_and_at_no_time_unless_it_is_said() -> None:
+    assert (RunConfig().deadline_s, RunConfig().end_with_worker) == (None, True)
+    assert RunConfig(deadline_s=0.5).deadline_s == 0.5
+    for wrong in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValidationError, match="deadline_s"):
+            RunConfig(deadline_s=wrong)

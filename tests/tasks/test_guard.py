@@ -1,0 +1,192 @@
+"""A flow that nobody else would end ends itself; any other is left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefect.client.schemas.objects import StateType
+
+from opd_core.errors import TrainingError
+from tasks.guard import (
+    CANCELLED,
+    ENDED_IN_PREFECT,
+    WORKER_GONE,
+    WORKER_PATIENCE_S,
+    Guard,
+    launchers,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+class World:
+    """What a guard sees, and what it did."""
+
+    def __init__(self) -> None:
+        self.state: StateType | None = StateType.RUNNING
+        self.parents = (100,)
+        self.now = 0.0
+        self.ended: list[str] = []
+
+    def guard(self, *, launched: bool = True, end_with_worker: bool = True) -> Guard:
+        return Guard(
+            lambda: self.state,
+            launched=launched,
+            end_with_worker=end_with_worker,
+            read_launchers=lambda: self.parents,
+            clock=lambda: self.now,
+            end_flow=self.ended.append,
+        )
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_flow_ends_when_its_worker_has_gone(world: World) -> None:
+    guard = world.guard()
+    guard.check_launchers()
+    assert world.ended == []
+    world.parents = (1,)
+    guard.check_launchers()
+    guard.check_launchers()
+    assert world.ended == [WORKER_GONE]
+    assert guard.cause_of(KeyboardInterrupt()) == WORKER_GONE
+
+
+@pytest.mark.parametrize(
+    ("launched", "end_with_worker", "threads"),
+    [(True, True, 2), (True, False, 1), (False, True, 1)],
+)
+def test_the_parent_counts_only_where_a_worker_started_the_flow_and_it_is_to_end_with_it(
+    world: World, launched: bool, end_with_worker: bool, threads: int
+) -> None:
+    before = set(threading.enumerate())
+    with world.guard(launched=launched, end_with_worker=end_with_worker):
+        assert len(set(threading.enumerate()) - before) == threads
+
+
+def test_a_worker_has_its_time_to_carry_out_a_cancellation(world: World) -> None:
+    guard = world.guard()
+    world.state = StateType.CANCELLING
+    for world.now in (0.0, 5.0, WORKER_PATIENCE_S - 1):
+        guard.check_state()
+    assert world.ended == []
+    world.now = WORKER_PATIENCE_S
+    guard.check_state()
+    assert world.ended == [CANCELLED]
+
+
+def test_without_a_worker_a_second_look_suffices(world: World) -> None:
+    guard = world.guard(launched=False)
+    world.state = StateType.CANCELLING
+    guard.check_state()
+    assert world.ended == []
+    guard.check_state()
+    assert world.ended == [CANCELLED]
+
+
+def test_looks_that_nobody_answered_and_a_state_taken_back_do_not_count(world: World) -> None:
+    guard = world.guard(launched=False)
+    for state in (StateType.CANCELLING, StateType.RUNNING, StateType.CANCELLING, None, None):
+        world.state = state
+        guard.check_state()
+    assert world.ended == []
+
+
+@pytest.mark.parametrize(
+    ("state", "cause"),
+    [
+        (StateType.CANCELLED, CANCELLED),
+        (StateType.CRASHED, ENDED_IN_PREFECT),
+        (StateType.COMPLETED, ENDED_IN_PREFECT),
+        (StateType.FAILED, ENDED_IN_PREFECT),
+    ],
+)
+def test_a_flow_run_that_has_ended_in_prefect_ends_here_too(
+    world: World, state: StateType, cause: str
+) -> None:
+    world.state = state
+    world.guard().check_state()
+    assert world.ended == [cause]
+
+
+def test_nothing_is_ended_once_the_teardown_has_begun(world: World) -> None:
+    guard = world.guard()
+    guard.stop()
+    world.parents, world.state = (1,), StateType.CANCELLED
+    guard.check_launchers()
+    guard.check_state()
+    assert world.ended == []
+    assert guard.cause == ""
+
+
+def test_a_run_that_failed_by_itself_meanwhile_says_so(world: World) -> None:
+    guard = world.guard()
+    world.state = StateType.CANCELLED
+    guard.check_state()
+    assert guard.cause_of(TrainingError("no")) == "TrainingError"
+    assert guard.cause_of(None) == "completed"
+    assert world.guard().cause_of(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_the_launcher_is_the_parent() -> None:
+    assert launchers()[0] == os.getppid()
+
+
+CHILD = """
+import signal, sys, time
+from tasks.guard import Guard
+from pathlib import Path
+told = Path(sys.argv[1])
+def terminated(number, frame):
+    print("a line that nobody reads", flush=True)
+    told.with_name("ended").write_text(guard.cause)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, terminated)
+with Guard(lambda: None, launched=True, end_with_worker=True) as guard:
+    told.touch()
+    time.sleep(60)
+"""
+MIDDLE = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]], stdout=subprocess.PIPE)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.slow
+def test_a_flow_whose_worker_was_killed_is_terminated_and_can_still_print(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MIDDLE, str(tmp_path / "ready"), CHILD]
+    middle = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert middle.stdout is not None
+    child = int(middle.stdout.readline())
+    try:
+        assert until((tmp_path / "ready").exists, 60)
+        middle.kill()
+        middle.wait()
+        assert until((tmp_path / "ended").exists, 3)
+        assert until(lambda: (tmp_path / "ended").read_text() == WORKER_GONE, 1)
+    finally:
+        middle.kill()
+        middle.wait()
+        middle.stdout.close()
+        if Path(f"/proc/{child}").exists() and not (tmp_path / "ended").exists():
+            os.kill(child, signal.SIGKILL)
