@@ -80,7 +80,7 @@ def page(cells: Sequence[Cell]) -> str:
         "# Whatever ends a run: how long until nothing of it is left",
         "Seconds from the ending until no process, port, scratch folder, device lock or entry of "
         "the run was left (limit: the most that the test allows). A cell with a dash means "
-        "nothing; an empty one was not played.",
+        "nothing; an empty one has no good result.",
     ]
     for surface in dict.fromkeys(cell.surface for cell in cells):
         of_surface = [cell for cell in cells if cell.surface == surface]
