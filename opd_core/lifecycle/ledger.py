@@ -12,6 +12,7 @@ lines in the file continues the ledger of a dead one.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -88,10 +89,18 @@ class Ledger:
         return cls(path, descriptor, before)
 
     def append(self, event: str, **facts: Any) -> None:
-        """Write one record and wait until it is on the disk. Raises OSError if it is not."""
+        """Write one record and wait until it is on the disk. Raises OSError if it is not; then no
+        part of it is there."""
         record = {**facts, "event": event, "at": round(time.time(), 3)}
-        os.write(self._descriptor, json.dumps(record).encode() + b"\n")
-        os.fsync(self._descriptor)
+        line = json.dumps(record).encode() + b"\n"
+        size = os.fstat(self._descriptor).st_size
+        try:
+            if os.write(self._descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            os.fsync(self._descriptor)
+        except OSError:
+            os.ftruncate(self._descriptor, size)
+            raise
 
     def close(self) -> None:
         """Release the lock."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .errors import LedgerBusy, LedgerDamaged
+from .errors import LedgerBusy, LedgerDamaged, LifecycleError
 from .ledger import LEDGER_FILE, Ledger, LedgerRecord, is_held, read_ledger
-from .process import ProcessId, boot_id, executable_name, is_running
+from .process import ProcessId, boot_id, executable_name, is_running, read_stat
 from .receipt_text import left_over
 from .records import Receipt, Survivor, write_receipt
 from .registry import RegisteredRun, Registry
@@ -61,9 +62,15 @@ def reap(registry: Registry, *, settle: bool = True, again: bool = True) -> tupl
     """End what is left of every dead run and, unless told otherwise, write its final state; not
     `again` leaves out those that have ended, and whose state could not be written so far.
 
-    Trouble with one run is said in its `Reaped`, and does not keep the others from their turn.
+    A supervisor that was stopped (SIGSTOP) and whose owner is dead is told to go on, and ends its
+    run itself. Trouble with one run is said in its `Reaped`, and does not keep the others from
+    their turn.
     """
-    dead = [finding for finding in look(registry) if finding.state == "dead"]
+    findings = look(registry)
+    for finding in findings:
+        if finding.state == "living" and not _lives(finding.run):
+            _wake_supervisor(finding.run)
+    dead = [finding for finding in findings if finding.state == "dead"]
     return tuple(
         _reap(finding, registry, settle) for finding in dead if again or not _ended(finding.run)
     )
@@ -83,12 +90,28 @@ def _judge(run: RegisteredRun) -> Finding:
         return Finding(run, "elsewhere", f"it belongs to host {run.host}")
     if is_held(run.run_dir / LEDGER_FILE):
         return Finding(run, "living", "its supervisor lives, or it is being reaped")
-    this_boot = run.boot_id == boot_id()
-    if this_boot and is_running(run.owner):
+    if _lives(run):
         return Finding(run, "living", f"its owner lives (pid {run.owner.pid})")
+    this_boot = run.boot_id == boot_id()
     why = "owner and supervisor are gone" if this_boot else "the machine was started anew"
     left = (Survivor(process.pid, executable_name(process.pid)) for process in _find(run))
     return Finding(run, "dead", why, tuple(sorted(left, key=lambda survivor: survivor.pid)))
+
+
+def _lives(run: RegisteredRun) -> bool:
+    return run.boot_id == boot_id() and is_running(run.owner)
+
+
+def _wake_supervisor(run: RegisteredRun) -> None:
+    with contextlib.suppress(OSError, LifecycleError, LookupError, TypeError):
+        begun = [
+            each for each in read_ledger(run.run_dir / LEDGER_FILE) if each.event == "run_started"
+        ]
+        facts = begun[-1].facts
+        pid, ticks = facts["supervisor_pid"], facts["supervisor_start_ticks"]
+        stat = read_stat(pid)
+        if stat is not None and stat.identity == ProcessId(pid, ticks) and stat.state == "T":
+            os.kill(pid, signal.SIGCONT)
 
 
 def _find(run: RegisteredRun) -> frozenset[ProcessId]:

@@ -94,7 +94,7 @@ class SupervisorProcess:
             self._begin()
             cause = self._serve()
         except Exception as error:
-            traceback.print_exc()
+            _complain()
             cause = f"supervisor failed: {type(error).__name__}"
         return self._finish(cause)
 
@@ -145,7 +145,7 @@ class SupervisorProcess:
         try:
             write_receipt(self._run.run_dir, receipt)
         except OSError:
-            traceback.print_exc()
+            _complain()
             is_written = False
         self._note("receipt", **receipt.to_json())
         return is_written
@@ -327,7 +327,7 @@ class SupervisorProcess:
         try:
             self._ledger.append(event, **facts)
         except OSError:
-            traceback.print_exc()
+            _complain()
 
 
 def main(arguments: list[str]) -> int:
@@ -361,6 +361,12 @@ def _open_owner(owner: ProcessId) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
+
+
+def _complain() -> None:
+    """Write what went wrong to the log; that is on a disk too, and may be full with it."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
 
 
 def _facts(child: StartedChild) -> JsonObject:

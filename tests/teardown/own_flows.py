@@ -18,7 +18,6 @@ from flows.distill import DistillRequest, distill
 from opd_core.quiet import apply_defaults
 
 RECIPE = "deployments/recipes/tiny.yaml"
-TASK_TIMEOUT_S, FLOW_TIMEOUT_S = 30.0, 70.0
 
 
 class OnPurpose(RuntimeError):
@@ -31,30 +30,30 @@ def parent(request: DistillRequest) -> dict[str, Any]:
     return distill(request)
 
 
-def plain(request: DistillRequest) -> None:
+def plain(request: DistillRequest, seconds: float) -> None:
     """Nothing around it; an exception while the student trains is one of that task."""
     distill(request)
 
 
-def in_the_flow(request: DistillRequest) -> None:
+def in_the_flow(request: DistillRequest, seconds: float) -> None:
     """The student is trained in the flow itself, not in a task."""
     stages.train_student = stages.train_student.fn  # type: ignore[attr-defined,assignment]
     distill(request)
 
 
-def timed_task(request: DistillRequest) -> None:
+def timed_task(request: DistillRequest, seconds: float) -> None:
     """The training's task has a time-out."""
-    task = stages.train_student.with_options(timeout_seconds=TASK_TIMEOUT_S)  # type: ignore[attr-defined]
+    task = stages.train_student.with_options(timeout_seconds=seconds)  # type: ignore[attr-defined]
     stages.train_student = task  # type: ignore[attr-defined]
     distill(request)
 
 
-def timed_flow(request: DistillRequest) -> None:
+def timed_flow(request: DistillRequest, seconds: float) -> None:
     """The flow has a time-out."""
-    distill.with_options(timeout_seconds=FLOW_TIMEOUT_S)(request)
+    distill.with_options(timeout_seconds=seconds)(request)
 
 
-def as_child(request: DistillRequest) -> None:
+def as_child(request: DistillRequest, seconds: float) -> None:
     """The experiment is a child flow run."""
     parent(request)
 
@@ -69,4 +68,5 @@ def _fail(number: int, frame: FrameType | None) -> None:
 if __name__ == "__main__":
     apply_defaults()
     signal.signal(signal.SIGUSR1, _fail)
-    MODES[sys.argv[1]](DistillRequest(recipe=RECIPE, overrides=sys.argv[2:]))
+    mode, timeout_s, *settings = sys.argv[1:]
+    MODES[mode](DistillRequest(recipe=RECIPE, overrides=settings), float(timeout_s))

@@ -180,13 +180,13 @@ class Script(Door):
     name = "script"
 
     def __init__(
-        self, stage: Stage, folder: Path, prefect: Prefect | None = None, mode: str = "plain"
+        self, stage: Stage, folder: Path, mode: str = "plain", timeout_s: float = 0.0
     ) -> None:
-        super().__init__(stage, folder, prefect)
-        self._mode = mode
+        super().__init__(stage, folder)
+        self._arguments = (mode, str(timeout_s))
 
     def open(self, settings: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "tests.teardown.own_flows", self._mode]
+        command = [sys.executable, "-m", "tests.teardown.own_flows", *self._arguments]
         self.spawn([*command, *self.overrides(settings)])
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from deployments.drill.watching import RunView
-from tests.teardown.own_flows import FLOW_TIMEOUT_S
 from tests.teardown.playing import (
     CANCELLED,
     COMPLETED,
@@ -126,21 +125,22 @@ def test_a_run_that_ends_by_itself(stage: Stage, door: MakeDoor) -> None:
     play(stage, door(CommandLine), cell)
 
 
-SCRIPTS = {
-    "flow raises": ("in_the_flow", signal.SIGUSR1, "OnPurpose"),
-    "task raises": ("plain", signal.SIGUSR1, "OnPurpose"),
-    "task time-out": ("timed_task", None, ".*Timeout.*"),
-    "flow time-out": ("timed_flow", None, ".*Timeout.*"),
-}
+RAISED = {"flow raises": "in_the_flow", "task raises": "plain"}
+TIMED = {"task time-out": ("timed_task", 45.0), "flow time-out": ("timed_flow", 75.0)}
+"""Counted from the task's and the flow's own beginning: the student trains by then."""
 
 
-@pytest.mark.parametrize("ending", SCRIPTS)
-def test_from_a_script(stage: Stage, door: MakeDoor, ending: str) -> None:
-    mode, signum, cause = SCRIPTS[ending]
-    comes = FLOW_TIMEOUT_S if signum is None else 0.0
-    act = None if signum is None else signalled(signum)
-    cell = Cell(ending, cause, FAILED, act=act, comes=comes, orderly=True)
-    play(stage, door(Script, mode=mode), cell)
+@pytest.mark.parametrize("ending", RAISED)
+def test_an_exception_in_a_script(stage: Stage, door: MakeDoor, ending: str) -> None:
+    cell = Cell(ending, "OnPurpose", FAILED, act=signalled(signal.SIGUSR1), orderly=True)
+    play(stage, door(Script, mode=RAISED[ending]), cell)
+
+
+@pytest.mark.parametrize("ending", TIMED)
+def test_a_time_out_in_a_script(stage: Stage, door: MakeDoor, ending: str) -> None:
+    mode, timeout_s = TIMED[ending]
+    cell = Cell(ending, ".*[Tt]ime.*", FAILED, comes=timeout_s, orderly=True)
+    play(stage, door(Script, mode=mode, timeout_s=timeout_s), cell)
 
 
 def test_a_child_flow_run_is_cancelled(stage: Stage, door: MakeDoor) -> None:

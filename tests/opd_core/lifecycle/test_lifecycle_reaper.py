@@ -573,3 +573,28 @@ def test_a_run_that_is_being_settled_is_left_to_its_reaper(
     assert outcome(reaper) == [True]
     assert dead.record.read_text() == "once\n"
     assert dead.registry.runs() == ()
+
+
+def test_a_stopped_supervisor_whose_owner_died_is_told_to_go_on(
+    tmp_path: Path,
+    start_owner: StartOwner,
+    order: Order,
+    announced: Announced,
+    wait_until: WaitUntil,
+) -> None:
+    registry = Registry(tmp_path / "registry")
+    owner, supervisor = start_owner(("/bin/true",), order("teacher"))
+    teacher = announced("teacher")
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    assert reap(registry) == ()
+    assert is_running(teacher)  # its owner lives: nobody's business
+    owner.kill()
+    owner.wait()
+    assert [finding.state for finding in look(registry)] == ["living"]
+    assert is_running(teacher)
+    assert reap(registry) == ()
+    wait_until(lambda: registry.runs() == (), "the supervisor to end and settle its run")
+    assert not is_running(teacher)
+    receipt = read_receipt(tmp_path / "run")
+    assert receipt is not None
+    assert (receipt.cause, receipt.clean) == ("owner died", True)

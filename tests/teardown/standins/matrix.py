@@ -94,7 +94,7 @@ SUPERVISOR_DIES = ("supervisor killed", "supervisor stopped", "flow and supervis
 _ONLY_BEFORE_TEARDOWN = {
     "flow raises": "the flow waits for the end and runs nothing that could raise",
     "task raises": "the flow waits for the end and runs no task",
-    "disk full for a while": "a teardown starts nothing; see the other full disks for what it writes",
+    "disk full for a while": "a teardown starts nothing; what it writes is tried above",
     "deadline": "the end has begun, and a limit of its own bounds it",
 }
 
