@@ -139,6 +139,10 @@ def drill(
 @app.command()
 def reap(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what there is")] = False,
+    forget: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Strike out a dead or distant run that cannot be settled"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only")] = False,
 ) -> None:
     """End what your dead runs have left on this machine, and write their final states.
@@ -147,8 +151,13 @@ def reap(
     """
     import json
 
-    from tasks.reaping import reap_dead_runs
+    from tasks.reaping import forget_run, reap_dead_runs
 
+    if forget is not None:
+        if why := _guarded(partial(forget_run, forget)):
+            _fail(why, 1)
+        typer.echo(f"{forget} is struck out; what lacks of its final state stays so")
+        return
     report = _guarded(lambda: reap_dead_runs(dry_run))
     if as_json:
         typer.echo(json.dumps(report.to_json()))

@@ -18,10 +18,12 @@ from opd_core.training.lineage import RunPlan
 from tasks.cluster import start_cluster
 from tasks.devices import take_devices
 from tasks.environment import check_environment, open_run, plan_experiment
+from tasks.experiment import experiment
+from tasks.guard import Guard, guard_flow
 from tasks.hooks import conclude
 from tasks.reaping import end_dead_runs
 from tasks.samplers import await_samplers, start_samplers
-from tasks.session import experiment
+from tasks.signals import hangup_as_termination
 from tasks.student import train_student
 from tasks.teacher import await_teachers, start_teachers
 
@@ -63,19 +65,20 @@ def _run_name() -> str:
 )
 def distill(request: DistillRequest = DEFAULT_REQUEST) -> dict[str, Any]:
     """Distil a teacher into a student on the student's own samples; returns the run's summary."""
-    end_dead_runs()
-    return run_experiment(
-        plan_experiment(request.recipe, request.overrides, request.resume, request.fork)
-    )
+    with hangup_as_termination(), guard_flow() as guard:
+        end_dead_runs()
+        plan = plan_experiment(request.recipe, request.overrides, request.resume, request.fork)
+        guard.end_with_worker = plan.config.run.end_with_worker
+        return run_experiment(plan, guard)
 
 
-def run_experiment(plan: RunPlan) -> dict[str, Any]:
+def run_experiment(plan: RunPlan, guard: Guard) -> dict[str, Any]:
     """The stages of one experiment, in order."""
     with take_devices(plan.config) as lease:
         checked = check_environment(plan.config)
         run = open_run(plan, checked)
         lease.tell(run_id=run.run_id, run_dir=str(run.directory))
-        with experiment(run, checked, lease) as session:
+        with experiment(run, checked, guard, lease) as session:
             start_cluster(session)
             start_teachers(session)
             start_samplers(session)

@@ -2,11 +2,13 @@
 
 A run whose flow was killed is ended by its supervisor at once. This is for what outlives even
 that: both were killed, the machine was started anew, or MLflow was away when the run's end was
-to be told.
+to be told. Each host needs one of its own, under each user whose runs it is to look after.
 """
 
 from __future__ import annotations
 
+import getpass
+import platform
 from typing import Any
 
 from prefect import flow
@@ -23,12 +25,17 @@ JANITOR = "janitor"
 def janitor(dry_run: bool = False) -> list[dict[str, Any]]:
     """End what is left of this user's dead runs; returns every unsettled run and what was done.
 
-    Raises :class:`~tasks.reaping.NotReaped` if something could not be ended or written.
+    Raises :class:`~tasks.reaping.NotReaped` if processes of one could not be ended; a final state
+    that could not be written is a warning.
     """
     report = reap_dead_runs(dry_run)
+    where = f"{getpass.getuser()}@{platform.node()}"
+    announce(f"{where}: {len(report.lines)} runs are not settled")
     for line in report.lines:
         tell = warn if line.left else announce
         tell(f"{line.run}: {line.state} ({line.found}): {line.done}")
-    create_markdown_artifact(report.markdown(), JANITOR, "Janitor")
-    report.raise_left()
+    try:
+        create_markdown_artifact(report.markdown(), JANITOR, f"Janitor of {where}")
+    finally:
+        report.raise_left()
     return report.to_json()

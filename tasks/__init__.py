@@ -1,7 +1,8 @@
 """The stages of an experiment, as Prefect tasks: effects in, small records out.
 
 ``environment`` the run directory and the checks before anything starts
-``session``     what must happen around the stages however the run ends: teardown, summary, tracking
+``session``     what the stages of one run share
+``experiment``  what must happen around the stages; ``ending``: however they end; ``signals``
 ``cluster``     the Ray cluster that the student runs on
 ``servers``     any server that the run starts: launching one, starting it again
 ``teacher``     the teachers: launch, readiness that is proven by scoring

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -34,20 +35,25 @@ class _Terminal(io.TextIOBase):
     """Standard error as long as somebody is there: a closed terminal, or a worker that was killed,
     must not turn a line for a person into an error of the run."""
 
+    @property
+    def _stderr(self) -> Any:
+        # A live progress bar puts itself in its place meanwhile, and would write to us.
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
     def write(self, text: str) -> int:
         with suppress(OSError):
-            sys.stderr.write(text)
+            self._stderr.write(text)
         return len(text)
 
     def flush(self) -> None:
         with suppress(OSError):
-            sys.stderr.flush()
+            self._stderr.flush()
 
     def isatty(self) -> bool:
-        return sys.stderr.isatty()
+        return bool(self._stderr.isatty())
 
     def fileno(self) -> int:
-        return sys.stderr.fileno()
+        return int(self._stderr.fileno())
 
 
 CONSOLE = Console(file=cast("IO[str]", _Terminal()), highlight=False)
@@ -75,7 +81,7 @@ def logger() -> Any:
 
 def announce(text: str, style: str = "") -> None:
     """Tell both the terminal and the run's log."""
-    _log(logging.INFO, text)
+    log(logging.INFO, text)
     if TERMINAL.lines:
         # A broken line could not be copied as a command.
         CONSOLE.print(text, style=style or None, markup=False, soft_wrap=True)
@@ -83,16 +89,29 @@ def announce(text: str, style: str = "") -> None:
 
 def warn(text: str) -> None:
     """Tell a warning to both."""
-    _log(logging.WARNING, text)
+    log(logging.WARNING, text)
     if TERMINAL.lines:
         CONSOLE.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
 
 
-def _log(level: int, text: str) -> None:
+def log(level: int, text: str) -> None:
+    """Tell the run's log only."""
     # Prefect's console ends the process (SystemExit) when the worker that read from it was killed;
     # that must not happen in the middle of a teardown.
     with suppress(OSError, SystemExit):
         logger().log(level, text)
+
+
+def print_result(text: str) -> None:
+    """Print for another program. Raises OSError if that is gone, or the disk is full."""
+    sys.stderr.flush()
+    try:
+        print(text, flush=True)
+    except OSError:
+        # What could not be written stays in the buffer, and would fail again at the very end.
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        raise
 
 
 class TrainingProgress:

@@ -22,6 +22,11 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
+from opd_core.lifecycle.records import Receipt, read_receipt
+from opd_core.training.attempts import RunHistory
+from opd_core.training.files import ATTEMPTS_FOLDER
+from tasks.receipts import keep_late
+
 CANCELLED = "cancelled"
 """The cause of a run's end where somebody cancelled its flow run in Prefect."""
 OWN_WORD_S = 10.0
@@ -32,11 +37,12 @@ BY_STATUS = {"completed": Completed, "failed": Failed}
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How a run ended: the receipt's ``cause``, the summary's ``status``, and when (unix time)."""
+    """How an attempt ended: the receipt's ``cause``, the summary's ``status``; and when it began
+    (unix time)."""
 
     cause: str
     status: str
-    at_s: float
+    began_s: float
     directory: Path
 
     @property
@@ -46,7 +52,10 @@ class RunEnd:
 
 
 class FlowStates(Protocol):
-    """Prefect's states of one flow run."""
+    """Prefect's states of one flow run. ``deployed``, known after :meth:`read`: it is a
+    deployment's, so a worker takes it up when it is scheduled."""
+
+    deployed: bool
 
     def read(self) -> State[Any] | None:
         """The present state; None for a flow run that is not there."""
@@ -61,17 +70,25 @@ class ApiStates:
     def __init__(self, client: SyncPrefectClient, flow_run_id: str) -> None:
         self._client = client
         self._id = UUID(flow_run_id)
+        self.deployed = False
 
     def read(self) -> State[Any] | None:
         """The present state; None for a flow run that is not there."""
         try:
-            return self._client.read_flow_run(self._id).state
+            flow_run = self._client.read_flow_run(self._id)
         except ObjectNotFound:
             return None
+        self.deployed = flow_run.deployment_id is not None
+        return flow_run.state
 
     def write(self, state: State[Any]) -> None:
         """Replace it, whatever it is."""
         self._client.set_flow_run_state(self._id, state, force=True)
+
+    def keep_receipt(self, receipt: Receipt) -> None:
+        """Make its artifact, if it lacks; for a flow run that is not there, do nothing."""
+        if self.read() is not None:
+            keep_late(self._client, self._id, receipt)
 
 
 @contextmanager
@@ -89,11 +106,12 @@ def stands(state: State[Any], cause: str) -> bool:
     return not (state.is_crashed() and cause == CANCELLED)
 
 
-def due_state(current: State[Any], end: RunEnd) -> State[Any] | None:
+def due_state(current: State[Any], end: RunEnd, *, deployed: bool) -> State[Any] | None:
     """The state that has to take the place of ``current``; None where nothing is to be done."""
     if current.is_final():
         return None if stands(current, end.cause) else Cancelled(message=end.message)
-    if current.is_scheduled() or _begun_later(current, end):
+    waits = current.is_paused() or (current.is_scheduled() and deployed)
+    if waits or _begun_later(current, end):
         return None
     if current.is_cancelling() or end.cause == CANCELLED:
         return Cancelled(message=end.message)
@@ -101,23 +119,48 @@ def due_state(current: State[Any], end: RunEnd) -> State[Any] | None:
 
 
 def _begun_later(current: State[Any], end: RunEnd) -> bool:
-    """Whether the flow run is at its next try, which nobody may end for the last one's sake."""
+    """Whether the flow run is at its next try, which nobody may end for the last one's sake: an
+    attempt begins when its flow is Running already."""
     under_way = current.is_running() or current.is_pending()
-    return under_way and current.timestamp.timestamp() > end.at_s
+    return under_way and current.timestamp.timestamp() > end.began_s
 
 
 def settle_flow_run(
-    states: FlowStates, end: RunEnd, pause: Callable[[float], None] = time.sleep
+    states: FlowStates,
+    end: RunEnd,
+    pause: Callable[[float], None] = time.sleep,
+    patience_s: float = OWN_WORD_S,
 ) -> None:
     """Make Prefect's state the right one, after giving its own processes time to do so."""
-    for _ in range(round(OWN_WORD_S / POLL_S)):
+    for _ in range(round(patience_s / POLL_S)):
         current = states.read()
-        if current is None or due_state(current, end) is None:
+        if current is None or due_state(current, end, deployed=states.deployed) is None:
             return
         if current.is_final():
             break
         pause(POLL_S)
     current = states.read()
-    due = None if current is None else due_state(current, end)
+    due = None if current is None else due_state(current, end, deployed=states.deployed)
     if due is not None:
         states.write(due)
+
+
+def settle_earlier(history: RunHistory, run_dir: Path, timeout_s: float, retries: int) -> None:
+    """The same for the flow runs of a run's earlier attempts, which are long over. Raises what
+    Prefect's client raises."""
+    latest = history.attempts[-1].flow_run_id
+    for flow_run_id, end in earlier_ends(history, run_dir).items():
+        if flow_run_id not in ("", latest):
+            with api_states(flow_run_id, timeout_s, retries) as states:
+                settle_flow_run(states, end, patience_s=0.0)
+
+
+def earlier_ends(history: RunHistory, run_dir: Path) -> dict[str, RunEnd]:
+    """How the last attempt of each earlier flow run ended, as far as its own files tell."""
+    ends = {}
+    for number, attempt in enumerate(history.attempts[:-1], start=1):
+        folder = run_dir / ATTEMPTS_FOLDER / str(number)
+        receipt = read_receipt(folder)
+        cause = receipt.cause if receipt else "unknown"
+        ends[attempt.flow_run_id] = RunEnd(cause, attempt.status, attempt.started_at, folder)
+    return ends

@@ -3,7 +3,9 @@
 A worker or a served runner starts a flow as its child, and ends it when it is cancelled. One
 that was killed does neither: the flow would run on for hours, and "Cancel" would do nothing. So
 a flow looks after itself, in threads of its own, and if need be sends itself the SIGTERM that
-Prefect turns into an exception in the main thread: the run then ends as it always does.
+Prefect turns into an exception in the main thread: the run then ends as it always does. In any
+other thread the signal would end the whole program: there the supervisor ends the run, and the
+flow sees that it is gone.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from prefect._internal.control_listener import get_intent
 from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 from prefect.runtime import deployment, flow_run
 
+from opd_core.errors import OPDError
 from opd_core.lifecycle.process import executable_name, read_stat
 from tasks.console import warn
 from tasks.flow_state import CANCELLED, api_states
 
 WORKER_GONE = "worker gone"
 ENDED_IN_PREFECT = "ended in Prefect"
+TIMED_OUT = "timed out"
 LAUNCHERS_EVERY_S = 1.0
 STATE_EVERY_S = 5.0
 API_TIMEOUT_S = 5.0
@@ -39,11 +43,19 @@ RUNNER_MARK = "PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS"
 Launchers = tuple[int, ...]
 
 
+class TimedOut(OPDError):
+    """The flow run's time in Prefect (``timeout_seconds``) is over."""
+
+
 class Guard:
     """Watches over the flow in this process between ``with`` and :meth:`stop`.
 
     ``launched`` says that a worker or a runner started it. :attr:`cause` is why the guard ended the
     flow, empty if it did not. ``read_state`` returns None where the state is not known.
+
+    Two things are told later, when they are known: :attr:`end_with_worker`, until then the flow
+    outlives its worker; and :attr:`end_run`, which ends the run where ``end_flow`` is None because
+    this process cannot be sent a signal.
     """
 
     def __init__(
@@ -51,17 +63,20 @@ class Guard:
         read_state: Callable[[], StateType | None],
         *,
         launched: bool,
-        end_with_worker: bool,
         read_launchers: Callable[[], Launchers] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        end_flow: Callable[[str], None] | None = None,
+        end_flow: Callable[[str], None] | None,
+        let_go: Callable[[], None] | None = None,
     ) -> None:
         self.cause = ""
+        self.end_with_worker = False
+        self.end_run: Callable[[str], object] | None = None
         self._read_state = read_state
         self._read_launchers = read_launchers or launchers
         self._clock = clock
-        self._end_flow = end_flow or _terminate_this_process
-        self._watches_launchers = launched and end_with_worker
+        self._end_flow = end_flow
+        self._let_go = let_go or _let_go_of_pipes
+        self._launched = launched
         self._patience_s = WORKER_PATIENCE_S if launched else 0.0
         self._launchers = self._read_launchers()
         self._cancelling_since: float | None = None
@@ -69,7 +84,7 @@ class Guard:
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
-        if self._watches_launchers:
+        if self._launched:
             self._start(self.check_launchers, LAUNCHERS_EVERY_S)
         self._start(self.check_state, STATE_EVERY_S)
         return self
@@ -89,7 +104,10 @@ class Guard:
 
     def check_launchers(self) -> None:
         """One look at who started this process."""
-        if self._read_launchers() != self._launchers:
+        if self._read_launchers() == self._launchers:
+            return
+        self._let_go()
+        if self.end_with_worker:
             self._end(WORKER_GONE)
 
     def check_state(self) -> None:
@@ -110,6 +128,8 @@ class Guard:
         """Why the run ends, for its receipt; ``error`` is what left the flow's stages."""
         if error is None:
             return "completed"
+        if isinstance(error, TimedOut):
+            return TIMED_OUT
         if isinstance(error, Exception):
             return type(error).__name__
         cancelled = CANCELLED if get_intent() == "cancel" else ""
@@ -126,23 +146,31 @@ class Guard:
 
     def _end(self, cause: str) -> None:
         with self._lock:
-            if self._stopped.is_set():
+            end = self._end_flow or self.end_run
+            if self._stopped.is_set() or end is None:
                 return
             self._stopped.set()
             self.cause = cause
-            self._end_flow(cause)
+            end(cause)
         warn(f"ending this run: {cause}")
 
 
-def guard_flow(end_with_worker: bool) -> Guard:
+def guard_flow() -> Guard:
     """The guard of the flow run that this is called in; outside of one it does nothing."""
     flow_run_id = str(flow_run.id or "")
     launched = bool(flow_run_id and deployment.id) and os.environ.get(RUNNER_MARK) == "false"
     return Guard(
         lambda: _state_in_prefect(flow_run_id) if flow_run_id else None,
         launched=launched,
-        end_with_worker=end_with_worker,
+        end_flow=terminate_this_process if _takes_signals() else None,
     )
+
+
+def _takes_signals() -> bool:
+    """Whether SIGTERM becomes an exception of this flow: Prefect sees to that in the main
+    thread."""
+    in_main = threading.current_thread() is threading.main_thread()
+    return in_main and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
 
 def launchers() -> Launchers:
@@ -163,9 +191,8 @@ def _state_in_prefect(flow_run_id: str) -> StateType | None:
     return state.type if state is not None else None
 
 
-def _terminate_this_process(cause: str) -> None:
-    if cause == WORKER_GONE:
-        _let_go_of_pipes()
+def terminate_this_process(cause: str) -> None:
+    """End the flow in this process's main thread."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

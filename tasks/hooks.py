@@ -20,8 +20,8 @@ from tasks.flow_state import stands
 class Settleable(Protocol):
     """A supervisor that has ended its run and waits for this word."""
 
-    def settled(self) -> None:
-        """Everything about the run is written."""
+    def settled(self, *, complete: bool = True) -> None:
+        """Everything about the run is written, or else is written by somebody later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ def conclude(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None
 
 def try_again(flow_run_id: str) -> None:
     """Prefect tries a failed flow again in this process: the next attempt goes on in the same
-    run directory, and needs it for itself. What the last one did not bring to MLflow, it will."""
+    run directory, and needs it for itself. What the last one did not bring to MLflow, it will; the
+    run stays registered for the case that it does not come to that."""
     run = UNSETTLED.pop(flow_run_id, None)
     if run is not None:
-        run.supervisor.settled()
+        run.supervisor.settled(complete=run.tracked)

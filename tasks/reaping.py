@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from opd_core.errors import OPDError
-from opd_core.lifecycle.reaper import Finding, Reaped, look, reap
+from opd_core.lifecycle.reaper import Finding, Reaped, forget, look, reap
 from opd_core.lifecycle.registry import Registry
 from tasks.console import announce, warn
 
@@ -26,7 +26,7 @@ class NotReaped(OPDError):
 @dataclass(frozen=True, slots=True)
 class ReapLine:
     """One unsettled run. ``left`` says that it is dead, and not everything of it could be ended and
-    written."""
+    written; ``lives`` that processes of it are left."""
 
     run: str
     state: str
@@ -34,6 +34,7 @@ class ReapLine:
     done: str
     directory: str
     left: bool = False
+    lives: bool = False
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -71,9 +72,11 @@ class ReapReport:
         return "\n".join(_row(cells) for cells in rows)
 
     def raise_left(self) -> None:
-        """Raise :class:`NotReaped` if something is left."""
-        if self.left:
-            raise NotReaped("\n".join(f"{line.run}: {line.done}" for line in self.left))
+        """Raise :class:`NotReaped` if processes are left: those hold devices and ports. A final
+        state that could not be written so far is no failure."""
+        living = [f"{line.run}: {line.done}" for line in self.lines if line.left and line.lives]
+        if living:
+            raise NotReaped("\n".join(living))
 
 
 def reap_dead_runs(dry_run: bool, registry: Registry | None = None) -> ReapReport:
@@ -83,8 +86,15 @@ def reap_dead_runs(dry_run: bool, registry: Registry | None = None) -> ReapRepor
     findings = look(registry)
     if dry_run:
         return ReapReport(tuple(_found(finding) for finding in findings))
-    others = (_found(finding) for finding in findings if finding.state != "dead")
-    return ReapReport((*others, *(_reaped(each) for each in reap(registry))))
+    others = [_found(finding) for finding in findings if finding.state != "dead"]
+    reaped = reap(registry)
+    living = {finding.run.run_id for finding in look(registry) if finding.leftovers}
+    return ReapReport((*others, *(_reaped(each, living) for each in reaped)))
+
+
+def forget_run(run_id: str) -> str:
+    """Strike out a run that can never be settled; returns why it was not done."""
+    return forget(Registry.of_user(), run_id)
 
 
 @task(name="end what dead runs left", cache_policy=NO_CACHE)
@@ -103,15 +113,17 @@ def _found(finding: Finding) -> ReapLine:
     return _line(finding, done, left=False)
 
 
-def _reaped(reaped: Reaped) -> ReapLine:
-    return _line(reaped.finding, reaped.said or "ended and settled", left=not reaped.settled)
+def _reaped(reaped: Reaped, living: Collection[str] = ()) -> ReapLine:
+    done = reaped.said or "ended and settled"
+    lives = reaped.finding.run.run_id in living
+    return _line(reaped.finding, done, left=not reaped.settled, lives=lives)
 
 
-def _line(finding: Finding, done: str, *, left: bool) -> ReapLine:
+def _line(finding: Finding, done: str, *, left: bool, lives: bool = False) -> ReapLine:
     processes = [f"process {each.pid} ({each.executable})" for each in finding.leftovers]
     found = ", ".join([finding.why, *processes])
     run = finding.run
-    return ReapLine(run.run_id, finding.state, found, done, str(run.run_dir), left)
+    return ReapLine(run.run_id, finding.state, found, done, str(run.run_dir), left, lives)
 
 
 def _row(cells: Iterable[str]) -> str:

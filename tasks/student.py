@@ -10,9 +10,9 @@ from typing import Any, Self
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from opd_core.errors import TrainingError
+from opd_core.errors import DataError, TrainingError
 from opd_core.lifecycle.logs import log_tail
-from opd_core.tracking.journal import JournalReader
+from opd_core.tracking.journal import JournalReader, JournalRecord
 from opd_core.training.files import JOURNAL_FILE, PHASE_FILE, RESULT_FILE, SCORING_FILE
 from opd_core.training.jobs import ENDED, HTTP_ERRORS, StudentJob, connect_jobs, next_job
 from opd_core.training.results import RunResult, read_result
@@ -53,7 +53,7 @@ def run_jobs(session: Session, client: Any) -> None:
     """Jobs on the cluster of ``client``, until one completes the training."""
     progress = TrainingProgress(session.run.config.training.steps)
     reader = JournalReader(session.run.directory / JOURNAL_FILE)
-    for record in reader.read():  # of earlier attempts
+    for record in _read(reader):  # of earlier attempts
         progress.skip(record.train_step, record.metrics)
     with progress:
         while not _run_job(session, client, reader, progress):
@@ -112,6 +112,14 @@ def save_log(session: Session, job: StudentJob) -> None:
         write_whole(session.job_log, job.log())
 
 
+def _read(reader: JournalReader) -> list[JournalRecord]:
+    """What is new in the journal. Raises :class:`TrainingError`: by now something was started."""
+    try:
+        return reader.read()
+    except DataError as error:
+        raise TrainingError(f"the metrics journal cannot be read: {error}") from None
+
+
 class _JobEnded(Exception):
     """Leaves a wait that the job's end has made vain."""
 
@@ -156,7 +164,7 @@ class _Follower:
         if now >= self._next_status:
             self._next_status = now + STATUS_EVERY_S
             self._ask_status()
-        for record in self._reader.read():
+        for record in _read(self._reader):
             self._progress.show(record.train_step, record.metrics)
         if self._status in ENDED:
             raise _JobEnded

@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager
 from typing import IO
 
 from opd_core.errors import ServingError
+from opd_core.lifecycle.bond import bound
 from opd_core.lifecycle.ports import reserve_ports
-from opd_core.lifecycle.process import die_with_parent
 
 START_LIMIT_S = 180.0
 POLL_S = 0.2
@@ -79,13 +79,12 @@ def _start(port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
     return subprocess.Popen(
-        [*command, "--lifespan", "on"],
+        bound([*command, "--lifespan", "on"]),
         env=os.environ | {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
         start_new_session=True,  # Ctrl-C is for us: the run's last states are still to be stored
-        preexec_fn=die_with_parent,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import sys
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +19,7 @@ from opd_core.lifecycle.ledger import LEDGER_FILE
 from opd_core.lifecycle.records import RECEIPT_FILE, Receipt
 from opd_core.preflight import PreflightReport
 from opd_core.recipe import load_recipe
-from opd_core.tracking.journal import JournalReader, JournalRecord
+from opd_core.tracking.journal import JournalReader
 from opd_core.tracking.mlflow_sink import MlflowSink, bound_http_waits
 from opd_core.tracking.shipper import Shipper, SinkFactory
 from opd_core.tracking.sink import Artifact, Ending
@@ -35,10 +35,11 @@ from opd_core.training.files import (
     SUMMARY_FILE,
 )
 from opd_core.training.forks import name_of
-from opd_core.training.results import RunResult, read_result, summarise
+from opd_core.training.results import RunNumbers, RunResult, read_result, summarise
 from opd_core.whole_file import write_whole
-from tasks.console import CONSOLE, TERMINAL, announce, logger, warn
+from tasks.console import CONSOLE, TERMINAL, announce, log, print_result, warn
 from tasks.environment import RunRecord
+from tasks.guard import TIMED_OUT
 from tasks.mlflow_run import STATUS_TAG, git_commit, mlflow_run, mlflow_status, recipe_hash
 
 SHIP_WITHIN_S = 60.0
@@ -136,17 +137,37 @@ def build_summary(
 def late_summary(run: RunRecord, receipt: Receipt) -> dict[str, Any]:
     """The summary of a run whose flow was killed before it wrote one. If it had begun to end the
     run by itself, the receipt has its own word for why."""
-    known = {"completed": COMPLETED if receipt.clean else "failed", "cancelled": "cancelled"}
-    status = known.get(receipt.cause, CRASHED)
     said = f"the flow was killed before it told how the run went; the run's end: {receipt.cause}"
-    return _summary(run, receipt, {"teardown": receipt.seconds}, status, said)
+    return _summary(run, receipt, {"teardown": receipt.seconds}, late_status(receipt), said)
+
+
+def late_status(receipt: Receipt) -> str:
+    """The status of such a run."""
+    completed = COMPLETED if receipt.clean else "failed"
+    known = {"completed": completed, "cancelled": "cancelled", TIMED_OUT: "failed"}
+    return known.get(receipt.cause, CRASHED)
 
 
 def _summary(
     run: RunRecord, receipt: Receipt, seconds: Mapping[str, float], status: str, error: str
 ) -> dict[str, Any]:
-    result = _read_result(run)
-    numbers = summarise(_read_journal(run), since_s=run.history.attempts[-1].started_at)
+    told = partial(_tell, run, receipt, seconds, status, error)
+    try:
+        return told(_read_result(run), _read_numbers(run))
+    except Exception as broken:  # whatever the job left, there must be a summary
+        warn(f"what the job left makes no summary: {type(broken).__name__}: {broken}")
+        return told(RunResult(status="failed"), summarise([]))
+
+
+def _tell(
+    run: RunRecord,
+    receipt: Receipt,
+    seconds: Mapping[str, float],
+    status: str,
+    error: str,
+    result: RunResult,
+    numbers: RunNumbers,
+) -> dict[str, Any]:
     return {
         "status": status,
         "error": error,
@@ -184,12 +205,13 @@ def _read_result(run: RunRecord) -> RunResult:
         return RunResult(status="failed")
 
 
-def _read_journal(run: RunRecord) -> list[JournalRecord]:
+def _read_numbers(run: RunRecord) -> RunNumbers:
+    records = []
     try:
-        return JournalReader(run.directory / JOURNAL_FILE).read()
+        records = JournalReader(run.directory / JOURNAL_FILE).read()
     except (OSError, DataError) as error:
         warn(f"the journal cannot be read to its end: {error}")
-        return []
+    return summarise(records, since_s=run.history.attempts[-1].started_at)
 
 
 def write_summary(run: RunRecord, summary: Mapping[str, Any]) -> None:
@@ -232,8 +254,9 @@ def write_model_card(run: RunRecord, checked: PreflightReport, summary: Mapping[
 
 
 def show_summary(summary: Mapping[str, Any]) -> None:
-    """Tell the run's end: a table at the terminal, JSON on standard output if it was asked for."""
-    logger().info("summary: %s", json.dumps(summary))
+    """Tell the run's end: a table at the terminal, JSON on standard output if it was asked for.
+    Raises OSError if nobody takes that."""
+    log(logging.INFO, f"summary: {json.dumps(summary)}")
     if TERMINAL.lines:
         CONSOLE.print(_table(summary))
         if summary["lost"] and summary["survivors"]:
@@ -243,8 +266,7 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     if summary["status"] != COMPLETED and can_go_on(directory):
         announce(f"continue it with: opd run --resume {name_of(directory)}")
     if TERMINAL.summary_json:
-        sys.stderr.flush()
-        print(json.dumps(summary), flush=True)
+        print_result(json.dumps(summary))
 
 
 def _table(summary: Mapping[str, Any]) -> Table:

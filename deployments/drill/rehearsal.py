@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -124,8 +125,8 @@ class Drill:
         run = self._wait(lambda: run_in(root), "run directory")
         self._note("run directory made")
         if self._ending.name != "deadline":
-            reached = lambda: run.reached(self._moment.name)  # noqa: E731
-            self._wait(reached, f"moment {self._moment.name!r}", LOOK_PAUSE_S)
+            moment = self._moment.name
+            self._wait(partial(run.reached, moment), f"moment {moment!r}", LOOK_PAUSE_S)
             self._note(f"{self._moment.name}: {self._moment.meaning}")
         found: RunView = run
         return found
@@ -134,15 +135,14 @@ class Drill:
         def recovered() -> bool:
             return run.trained_steps() >= steps + STEPS_AFTER
 
-        ended = lambda: self._process.poll() is not None  # noqa: E731
-        if not wait_for(recovered, RECOVERY_LIMIT_S, in_vain=ended):
+        if not wait_for(recovered, RECOVERY_LIMIT_S, in_vain=self._has_ended):
             raise DrillError(f"the run did not recover:\n{self.output()}")
 
     def _await_end(self, run: RunView) -> None:
         """Note what happens until nothing more is to come."""
         signs: dict[str, Callable[[], Any]] = {
             "teardown begun": lambda: run.events("teardown_begun"),
-            "flow process gone": lambda: self._process.poll() is not None,
+            "flow process gone": self._has_ended,
             "receipt written": run.receipt,
             "nothing of it is left": lambda: run.leftovers().none,
             "final states written": lambda: self._settled(run),
@@ -157,6 +157,9 @@ class Drill:
                 self._note(sign)
                 del signs[sign]
             time.sleep(0.1)
+
+    def _has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def _settled(self, run: RunView) -> bool:
         """Nobody has anything to write any more: no entry in the list, no process of the drill."""
@@ -185,8 +188,7 @@ class Drill:
         report.resumes_from = resumes_from(run.directory)
 
     def _wait(self, condition: Callable[[], Any], what: str, pause_s: float = 0.1) -> Any:
-        ended = lambda: self._process.poll() is not None  # noqa: E731
-        found = wait_for(condition, START_LIMIT_S, pause_s=pause_s, in_vain=ended)
+        found = wait_for(condition, START_LIMIT_S, pause_s=pause_s, in_vain=self._has_ended)
         if not found:
             raise DrillError(f"the run did not come to its {what}:\n{self.output()}")
         return found

@@ -145,7 +145,7 @@ def answers_well(port: int) -> bool:
 
 def living(mark: str, *folders: str) -> dict[int, str]:
     """The command lines, by pid, of processes that were started with ``mark`` in their environment
-    or that name one of ``folders`` in their command line. Zombies are none."""
+    or that name one of ``folders`` in their command line. A zombie shows neither."""
     me = os.getpid()
     return {
         pid: command
@@ -161,15 +161,11 @@ def _processes() -> Iterator[tuple[int, bytes, str]]:
             continue
         folder = Path("/proc", entry)
         try:
-            state = (folder / "stat").read_bytes().rpartition(b")")[2].split()[0]
-            command = (
-                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-            )
+            words = (folder / "cmdline").read_bytes().split(b"\0")
             environment = (folder / "environ").read_bytes()
         except OSError:
             continue
-        if state not in b"ZX":
-            yield int(entry), environment, command.strip()
+        yield int(entry), environment, b" ".join(words).decode("utf-8", "replace").strip()
 
 
 def wait_for(

@@ -10,6 +10,9 @@ from pydantic import Field, field_serializer, field_validator
 
 from opd_core.config.values import Frozen, is_http_url
 
+MLFLOW_WORDS = ("databricks", "databricks-uc", "uc", "")
+"""Tracking URIs that are neither a URL nor a path."""
+
 
 class RayConfig(Frozen):
     """Where the student runs: a private head (address null) or an existing cluster."""
@@ -59,6 +62,13 @@ class TrackingConfig(Frozen):
     experiment: str = Field("opd", min_length=1)
     tensorboard: bool = True
 
+    @field_validator("mlflow_uri")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        """A relative path is one from the working directory, as ``run.root`` is. It becomes
+        absolute: the end of a run may be tracked from another directory."""
+        return None if value is None else _with_absolute_path(value)
+
 
 class RunConfig(Frozen):
     """Where a run lives and how long its ending may take."""
@@ -76,3 +86,16 @@ class RunConfig(Frozen):
     def root_dir(self) -> Path:
         """The root as an absolute path."""
         return Path(self.root).expanduser().absolute()
+
+
+def _with_absolute_path(uri: str) -> str:
+    """``sqlite:///mlflow.db``, ``file:mlruns`` and ``./mlruns`` with the path from the root; any
+    other URI as it is."""
+    for start in ("sqlite:///", "file:"):
+        path = uri.removeprefix(start)
+        if path != uri:
+            elsewhere = path in ("", ":memory:") or path.startswith("/")
+            return uri if elsewhere else f"{start}{Path(path).absolute()}"
+    if ":" in uri or uri in MLFLOW_WORDS:
+        return uri
+    return str(Path(uri).expanduser().absolute())

@@ -11,10 +11,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 
+from .bond import bind_to
 from .errors import ChildNotStarted
-from .process import ProcessId, die_with_parent, identify
+from .process import ProcessId, identify
 from .records import CHILD_MARKER, RUN_MARKER, ChildEnd, ChildSpec
 
 _MARKERS = (RUN_MARKER, CHILD_MARKER)
@@ -48,7 +48,9 @@ class StartedChild:
         """Send the spec's stop signal to the main process, once: a second one means "hurry"."""
         if self.living and self.how == "exited":
             self.how = self.spec.stop_signal
-            os.kill(self.pid, signal.Signals[self.spec.stop_signal])
+            # One that has taken another user's rights goes on to the SIGKILL, or is a survivor.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.Signals[self.spec.stop_signal])
 
     def kill(self) -> None:
         """SIGKILL the whole process group."""
@@ -148,15 +150,3 @@ class Children:
 def environment_without_marks() -> dict[str, str]:
     """Return this process's environment as something that is no part of the run gets it."""
     return {name: value for name, value in os.environ.items() if name not in _MARKERS}
-
-
-def bind_to(parent_pid: int) -> Callable[[], None]:
-    """Return what a child runs before its program, so that it dies with the thread that forked."""
-
-    def bind() -> None:
-        die_with_parent()
-        # The parent may have died before the kernel knew of the bond.
-        if os.getppid() != parent_pid:
-            os._exit(1)
-
-    return bind

@@ -22,9 +22,10 @@ from types import TracebackType
 from typing import Any
 
 from .conversation import ChildExit, Conversation
+from .dead_run import end_dead_run
 from .errors import (
     ChildDied,
-    LedgerDamaged,
+    LedgerBusy,
     LifecycleError,
     SupervisorGone,
     SupervisorNotStarted,
@@ -32,11 +33,11 @@ from .errors import (
 )
 from .launch import SUPERVISOR_LOG, SupervisorLaunch, check_start, launch
 from .leases import DeviceLease
-from .ledger import EVENTS, LEDGER_FILE, Ledger, read_ledger
+from .ledger import EVENTS, LEDGER_FILE, is_held
 from .logs import log_tail
 from .order import RunOrder
 from .process import identify
-from .records import ChildSpec, JsonObject, Receipt, read_receipt, write_receipt
+from .records import ChildSpec, JsonObject, Receipt, read_receipt
 from .registry import RegisteredRun, Registry
 from .teardown import RunFacts, end_without_supervisor, spared
 
@@ -126,6 +127,7 @@ class Supervisor:
         if registry is not None and not settle:
             raise LifecycleError("expected a settle command with a registry, got none: name one")
         run_dir = run_dir.absolute()
+        _refuse_twin(registry, run_id, run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         me = identify(os.getpid())
         assert me is not None, "/proc shows the process that reads it"
@@ -232,7 +234,7 @@ class Supervisor:
         """
         with self._lock:
             self._listen()
-            if self.receipt is not None or self._conversation.is_over:
+            if self.receipt is not None or self._conversation.is_over or self._process.has_ended():
                 raise self._gone()
             for name in names or tuple(child for child in self._children if child not in but):
                 returncode = self.child_exit(name)
@@ -243,8 +245,9 @@ class Supervisor:
     def end(self, cause: str = "completed") -> Receipt:
         """End everything the run started and return the proof; a second call returns the same.
 
-        Waits at most the teardown's time and a margin. If the supervisor has died, or does not
-        finish in time, this process kills what is left of the run, and the receipt says so.
+        A stop that another thread waits for comes first. Waits the teardown's time and a margin. If
+        the supervisor has died, or does not finish in time, this process kills what is left of the
+        run, for the teardown's time again at most, and the receipt says so.
         """
         with self._lock:
             if self.receipt is None:
@@ -255,21 +258,36 @@ class Supervisor:
                     self._close()
             return self.receipt
 
-    def settled(self) -> None:
-        """After `end`: everything about the run is written, the supervisor may go."""
+    def settled(self, *, complete: bool = True) -> None:
+        """After `end`: everything about the run is written, the supervisor may go.
+
+        Not `complete`: this process goes on with the run, and whatever is lacking then is the
+        reaper's to write.
+        """
         with self._lock:
             self._refuse_copies()
             if self.receipt is None or self._is_settled or not self._order.settle:
                 return
             self._is_settled = True
-            self._conversation.say_settled()
+            if complete:
+                self._conversation.say_settled()
+            else:
+                self._process.kill()
             if not self._process.wait(_LAST_WORDS_S):
                 self._process.kill()
             self._close()
-            if self._order.registry is not None and self.receipt.clean:
-                # The supervisor has done the same, unless it died.
-                with contextlib.suppress(OSError):
-                    Registry(self._order.registry).remove(self.run_id)
+            if complete and self.receipt.clean:
+                self._strike_out()
+
+    def _strike_out(self) -> None:
+        """The supervisor has done the same, unless it died; somebody may have begun anew since."""
+        if self._order.registry is None:
+            return
+        registry = Registry(self._order.registry)
+        with contextlib.suppress(OSError):
+            run = registry.find(self.run_id)
+            if run is not None and run.owner == self._order.owner:
+                registry.remove(self.run_id)
 
     def __enter__(self) -> Supervisor:
         return self
@@ -339,19 +357,11 @@ class Supervisor:
     def _end_without_supervisor(self, cause: str) -> Receipt:
         teardown_s = self._order.teardown_s
         run = RunFacts(self.run_id, self.run_dir, teardown_s, spared(os.getpid()))
-        path = self.run_dir / LEDGER_FILE
         try:
-            receipt = end_without_supervisor(run, read_ledger(path), cause)
-        except LedgerDamaged:
-            # The markers still find the processes, but which ports and folders to check is lost.
-            receipt = replace(end_without_supervisor(run, (), cause), clean=False)
-        # The receipt is returned in any case; a full disk must not turn it into an error.
-        with contextlib.suppress(OSError, LifecycleError):
-            write_receipt(self.run_dir, receipt)
-            ledger = Ledger.open(path, self.run_id)
-            ledger.append("receipt", **receipt.to_json())
-            ledger.close()
-        return receipt
+            return end_dead_run(run, cause)
+        except LedgerBusy:
+            # The reaper is at it; what it has not found yet is found here.
+            return replace(end_without_supervisor(run, (), cause), clean=False)
 
     def _child(self, name: str) -> Child:
         if name not in self._children:
@@ -377,3 +387,12 @@ class Supervisor:
     def _close(self) -> None:
         self._conversation.close()
         self._process.close()
+
+
+def _refuse_twin(registry: Registry | None, run_id: str, run_dir: Path) -> None:
+    """A copied folder has the id of its original: each would end the other's processes."""
+    twin = registry.find(run_id) if registry else None
+    if twin is not None and twin.run_dir != run_dir and is_held(twin.run_dir / LEDGER_FILE):
+        raise LifecycleError(
+            f"run {run_id!r} is alive in {twin.run_dir}; end it before it begins in {run_dir}"
+        )

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,6 +149,13 @@ class DeviceLease:
         self.release()
 
 
+def touch(descriptors: Sequence[int]) -> None:
+    """Make the files look used; else one that clears away old files would remove a held lock."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)
+
+
 def _wait_for(
     device: str,
     path: Path,
@@ -200,9 +208,8 @@ def _try_lock(device: str, path: Path) -> int | None:
 def _open(path: Path) -> int:
     """Open the file of a lock; whoever comes first makes it, and its folder, for all users."""
     folder = path.parent
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir()
-        folder.chmod(0o1777)
+    if not folder.is_dir():
+        _make_for_all(folder)
     try:
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -215,6 +222,18 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     os.fchmod(descriptor, 0o666)  # whatever the umask is
     return descriptor
+
+
+def _make_for_all(folder: Path) -> None:
+    """Make the folder, for all users from its first moment: its maker may be killed at any time."""
+    made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    try:
+        made.chmod(0o1777)
+        made.rename(folder)
+    except OSError:
+        made.rmdir()
+        if not folder.is_dir():  # somebody else made it meanwhile
+            raise
 
 
 def _read_holder(device: str, path: Path) -> DeviceHolder:

@@ -18,7 +18,6 @@ import json
 import os
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,7 @@ class Ledger:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             _lock(descriptor, path)
+            _cut_torn_line(descriptor)
             before = read_ledger(path)
             owners = {record.facts["run_id"] for record in before if record.event == "run_started"}
             if owners - {run_id}:
@@ -79,8 +79,6 @@ class Ledger:
                     f"{path} belongs to run {sorted(owners)}, expected {run_id!r}; "
                     "give every run a folder of its own"
                 )
-            if _is_torn(descriptor):
-                os.write(descriptor, b"\n")
             if is_new:
                 fsync_folder(path.parent)
         except BaseException:
@@ -110,20 +108,20 @@ class Ledger:
 def read_ledger(path: Path) -> tuple[LedgerRecord, ...]:
     """Read all whole records of a ledger, whoever is writing it; no file gives no records.
 
-    A line torn by the writer's death is left out: the last one, or one that a later supervisor's
-    run_started follows. Raises LedgerDamaged for any other unreadable line.
+    A last line without an end is left out: it is being written, or its writer died. Raises
+    LedgerDamaged for any other unreadable line, OSError if the file cannot be read.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        *lines, _ = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return ()
     parsed = [_parse(line) for line in lines]
-    for number, (record, following) in enumerate(pairwise(parsed), start=1):
-        if record is None and (following is None or following.event != "run_started"):
-            raise LedgerDamaged(
-                f"expected a JSON record in line {number} of {path}, got something else; restore "
-                "the file, or move it away after making sure that nothing of the run is left"
-            )
+    if None in parsed:
+        raise LedgerDamaged(
+            f"expected a JSON record in line {parsed.index(None) + 1} of {path}, got something "
+            "else; restore the file, or move it away after making sure that nothing of the run is "
+            "left"
+        )
     return tuple(record for record in parsed if record is not None)
 
 
@@ -149,16 +147,17 @@ def _lock(descriptor: int, path: Path) -> None:
         ) from None
 
 
-def _is_torn(descriptor: int) -> bool:
-    size = os.fstat(descriptor).st_size
-    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+def _cut_torn_line(descriptor: int) -> None:
+    """A line without an end was being written when its writer died, and says nothing."""
+    whole = os.pread(descriptor, os.fstat(descriptor).st_size, 0).rfind(b"\n") + 1
+    os.ftruncate(descriptor, whole)
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a living process writes this ledger."""
+    """Return whether a living process writes this ledger. Raises OSError if nobody can know."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         return not _lock_now(descriptor, fcntl.LOCK_SH)

@@ -13,10 +13,12 @@ from .records import JsonObject
 class RunOrder:
     """One run, as its supervisor is to look after it. Nothing in it is secret.
 
-    The run ends `deadline_s` after its start, if that is given. `devices` are those whose memory is
-    watched; `lease_fds` are the open locks of the run's devices. `settle` is a command that writes
-    what the owner left unwritten, `registry` the folder that the run is struck out of when nothing
-    is left to write. `control_fd` is the supervisor's end of the control line.
+    The run ends `deadline_s` after its start, if that is given. `devices` are those whose memory
+    is watched; `lease_fds` are the open locks of the run's devices. `settle` is a command that
+    writes what the owner left unwritten, `registry` the folder that the run is struck out of
+    when nothing is left to write. `patience_s` is how long an owner that did not ask for the end
+    of its run may take to do so afterwards, before the command is run in its place. `control_fd`
+    is the supervisor's end of the control line.
     """
 
     run_id: str
@@ -29,6 +31,7 @@ class RunOrder:
     lease_fds: tuple[int, ...] = ()
     settle: tuple[str, ...] = ()
     registry: Path | None = None
+    patience_s: float = 180.0
 
     def to_wire(self) -> JsonObject:
         """Return the order as JSON."""

@@ -7,12 +7,13 @@ unique for ever on one machine.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import select
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class ProcessStat:
     state: str
     parent: int
     group: int
+    threads: int
     start_ticks: int
 
     @property
@@ -52,8 +54,12 @@ class ProcessStat:
 
     @property
     def running(self) -> bool:
-        """False for a zombie: it holds no memory, port or device, only its number."""
-        return self.state not in "ZX"
+        """False for a zombie: it holds no memory, port or device, only its number.
+
+        The state is that of the main thread. While other threads outlive it (one that hangs in a
+        driver after SIGKILL, say), the process still holds everything.
+        """
+        return self.state not in "ZX" or self.threads > 1
 
 
 def read_stat(pid: int) -> ProcessStat | None:
@@ -69,6 +75,7 @@ def read_stat(pid: int) -> ProcessStat | None:
         state=fields[0].decode(),
         parent=int(fields[1]),
         group=int(fields[2]),
+        threads=int(fields[17]),
         start_ticks=int(fields[19]),
     )
 
@@ -126,19 +133,32 @@ def carries(pid: int, markers: Iterable[bytes]) -> bool:
     A marker is one whole entry (b"NAME=value"). A process of another user, or one that has ended,
     carries nothing.
     """
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return all(marker in entries for marker in markers)
+    for folder in _folders(pid):
+        try:
+            entries = (folder / "environ").read_bytes().split(b"\0")
+        except PermissionError:
+            return False
+        except OSError:
+            continue
+        if entries != [b""]:
+            return all(marker in entries for marker in markers)
+    return False
 
 
 def executable_name(pid: int) -> str:
     """Return the file name of the program, without its arguments (they may hold a secret)."""
-    try:
-        return Path(os.readlink(f"/proc/{pid}/exe")).name
-    except OSError:
-        return "unknown"
+    for folder in _folders(pid):
+        with contextlib.suppress(OSError):
+            return (folder / "exe").readlink().name
+    return "unknown"
+
+
+def _folders(pid: int) -> Iterator[Path]:
+    """The process's folder in /proc, then its threads': a main thread that has ended shows nothing
+    in the first."""
+    yield Path(f"/proc/{pid}")
+    with contextlib.suppress(OSError):
+        yield from Path(f"/proc/{pid}/task").iterdir()
 
 
 def become_subreaper() -> None:

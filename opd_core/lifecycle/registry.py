@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .process import ProcessId, boot_id
@@ -89,7 +89,7 @@ class Registry:
 
     def add(self, run: RegisteredRun) -> None:
         """Enter a run; an earlier entry of the same id is replaced. Raises OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_json(self._file(run.run_id), run.to_json())
 
     def runs(self) -> tuple[RegisteredRun, ...]:
@@ -99,6 +99,15 @@ class Registry:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 found.append(RegisteredRun.from_json(json.loads(file.read_bytes())))
         return tuple(found)
+
+    def find(self, run_id: str) -> RegisteredRun | None:
+        """The run of that id, or None."""
+        return next((run for run in self.runs() if run.run_id == run_id), None)
+
+    def hand_over(self, run_id: str, owner: ProcessId) -> None:
+        """A run that stands here has this owner from now on. Raises OSError."""
+        if (run := self.find(run_id)) is not None:
+            self.add(replace(run, owner=owner, host=platform.node(), boot_id=boot_id()))
 
     def remove(self, run_id: str) -> None:
         """Strike a run out; one that is not there is no error. Raises OSError."""

@@ -11,14 +11,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .children import Children, StartedChild
 from .gpu_memory import await_released
 from .ledger import LedgerRecord
 from .ports import port_is_free
-from .process import ProcessId, boot_id, kill_exactly, with_ancestors
+from .process import ProcessId, boot_id, executable_name, kill_exactly, with_ancestors
 from .records import ChildEnd, DeviceState, PortState, Receipt, ScratchState, Survivor
 from .sweep import markers, sweep
 
@@ -57,6 +57,10 @@ def tear_down(
     survivors = sweep(
         markers(run.run_id), root=os.getpid(), spare=run.spare, deadline=deadline, pause=turn
     )
+    # Whatever a look at /proc says: a child that cannot be reaped has not ended.
+    named = {survivor.pid for survivor in survivors}
+    unreaped = [child for child in children.all() if child.living and child.pid not in named]
+    survivors += tuple(Survivor(child.pid, executable_name(child.pid)) for child in unreaped)
     specs = [child.spec for child in children.all()]
     return _receipt(
         run,
@@ -101,48 +105,44 @@ def stop(
         turn(min(_SLICE_S, *pauses))
 
 
-def end_without_supervisor(run: RunFacts, records: Sequence[LedgerRecord], cause: str) -> Receipt:
-    """End what a dead supervisor left, from its ledger and the markers; return an honest receipt.
+def end_without_supervisor(
+    run: RunFacts, records: Sequence[LedgerRecord], cause: str, *, patient: bool = True
+) -> Receipt:
+    """End what a dead supervisor left, from the ledger's records of its run and the markers; return
+    an honest receipt.
 
     Call it only when that supervisor is known to be dead. Its direct children die with it; what is
-    killed here are their descendants. How and when they ended was seen by nobody.
+    killed here are their descendants. How and when they ended was seen by nobody. Ports and memory
+    are waited for only by the `patient`: nobody keeps them for a run that died long ago, and under
+    another boot they are not looked at.
     """
     began = time.monotonic()
     deadline = began + run.teardown_s
-    facts = _latest_run(records)
-    if facts and not run.used_mib:
-        run = replace(run, used_mib=facts[0].facts.get("used_mib", {}))
     this_boot = boot_id()
-    ends = {_identity(record): record for record in facts if record.event == "child_ended"}
-    started = [record for record in facts if record.event == "child_started"]
+    begun = records[0].facts if records else {}
+    is_this_boot = begun.get("boot_id", this_boot) == this_boot
+    before = begun.get("used_mib", {}) if is_this_boot else {}
+    proofs_until = deadline if patient else began
+    ends = {_identity(record): record for record in records if record.event == "child_ended"}
+    started = [record for record in records if record.event == "child_started"]
     for record in started:
         if _identity(record) not in ends and record.facts["boot_id"] == this_boot:
             kill_exactly(_identity(record))
     survivors = sweep(
         markers(run.run_id), root=None, spare=run.spare, deadline=deadline, pause=time.sleep
     )
-    orders = [record.facts for record in facts if record.event == "child_starting"]
+    orders = [record.facts for record in records if record.event == "child_starting"]
+    ports = [port for order in orders for port in order["ports"] if is_this_boot]
     return _receipt(
         run,
         cause=cause,
         began=began,
         children=tuple(_recorded_end(record, ends.get(_identity(record))) for record in started),
         survivors=survivors,
-        ports=_check_ports((p for order in orders for p in order["ports"]), deadline, time.sleep),
+        ports=_check_ports(ports, proofs_until, time.sleep),
         scratch=_remove_scratch(Path(path) for order in orders for path in order["scratch"]),
-        devices=await_released(run.used_mib, _MEMORY_SLACK_MIB, deadline, time.sleep),
+        devices=await_released(before, _MEMORY_SLACK_MIB, proofs_until, time.sleep),
     )
-
-
-def has_ended(records: Sequence[LedgerRecord]) -> bool:
-    """Return whether the latest run of this ledger has its receipt (or there was none)."""
-    return not records or any(record.event == "receipt" for record in _latest_run(records))
-
-
-def latest_receipt(records: Sequence[LedgerRecord]) -> Receipt | None:
-    """Return the receipt of the latest run of this ledger, or None if it has none."""
-    receipts = [record.facts for record in _latest_run(records) if record.event == "receipt"]
-    return Receipt.from_json(receipts[-1]) if receipts else None
 
 
 def spared(owner_pid: int) -> frozenset[ProcessId]:
@@ -196,11 +196,6 @@ def _remove_scratch(paths: Iterable[Path]) -> tuple[ScratchState, ...]:
         shutil.rmtree(path, ignore_errors=True)
         states.append(ScratchState(str(path), removed=not os.path.lexists(path)))
     return tuple(states)
-
-
-def _latest_run(records: Sequence[LedgerRecord]) -> Sequence[LedgerRecord]:
-    starts = [index for index, record in enumerate(records) if record.event == "run_started"]
-    return records[starts[-1] :] if starts else records
 
 
 def _identity(record: LedgerRecord) -> ProcessId:

@@ -21,12 +21,14 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from opd_core.errors import ConfigError, PreflightError, ServingError, TeacherAnswerError
+from opd_core.lifecycle.dead_run import LedgerState, end_dead_run
 from opd_core.lifecycle.errors import LifecycleError
-from opd_core.lifecycle.handle import Supervisor
 from opd_core.lifecycle.ledger import LEDGER_FILE, is_held, read_ledger
 from opd_core.lifecycle.process import ProcessId, boot_id, identify, is_running
+from opd_core.lifecycle.receipt_text import left_over
 from opd_core.lifecycle.records import RECEIPT_FILE
-from opd_core.lifecycle.teardown import has_ended
+from opd_core.lifecycle.registry import Registry
+from opd_core.lifecycle.teardown import RunFacts, spared
 from opd_core.scoring.facts import TeacherFacts, read_facts
 from opd_core.training.files import (
     ATTEMPTS_FOLDER,
@@ -199,6 +201,8 @@ def continue_run(
         _check_supervisor(run_dir, history)
         check_fingerprints(run_dir, history, fingerprints)
         _end_what_is_left(run_dir, history.run_id, teardown_s)
+        # From here on its ledger is not there; a reaper must see that somebody is at it.
+        _take_over(history.run_id)
         _put_aside(run_dir, len(history.attempts))
         attempts = (*history.attempts, Attempt.begin(flow_run_id))
         history = replace(history, attempts=attempts)
@@ -259,20 +263,25 @@ def _claimed(run_dir: Path) -> Iterator[None]:
 
 
 def _end_what_is_left(run_dir: Path, run_id: str, teardown_s: float) -> None:
-    """A supervisor that was killed leaves a ledger without receipt; the next one ends what stands
-    there, so it must see it before it is put aside."""
+    """A supervisor that was killed leaves a ledger without receipt."""
     try:
-        if has_ended(read_ledger(run_dir / LEDGER_FILE)):
+        if LedgerState.of(read_ledger(run_dir / LEDGER_FILE)).ended:
             return
-        supervisor = Supervisor.start(run_dir=run_dir, run_id=run_id, teardown_s=teardown_s)
-        receipt = supervisor.end("the killed attempt was ended")
-    except LifecycleError as error:
+        run = RunFacts(run_id, run_dir, teardown_s, spared(os.getpid()))
+        receipt = end_dead_run(run, "owner and supervisor died", patient=False)
+    except (OSError, LifecycleError) as error:
         raise PreflightError(f"run {run_id}: its last attempt cannot be ended: {error}") from None
-    if not receipt.clean:
-        raise PreflightError(
-            f"run {run_id}: something of its last attempt is left; read {run_dir / RECEIPT_FILE}, "
-            "end it by hand, and try again"
-        )
+    if receipt.survivors:
+        raise PreflightError(f"{left_over(receipt)}; end it by hand, and try again")
+
+
+def _take_over(run_id: str) -> None:
+    me = identify(os.getpid())
+    assert me is not None, "/proc shows the process that reads it"
+    try:
+        Registry.of_user().hand_over(run_id, me)
+    except OSError as error:
+        raise PreflightError(f"run {run_id}: the registry of runs: {error}") from None
 
 
 def _put_aside(run_dir: Path, number: int) -> None:

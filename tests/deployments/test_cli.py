@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opd_core.lifecycle.process import ProcessId
+from opd_core.lifecycle.process import ProcessId, identify
 from opd_core.lifecycle.registry import RegisteredRun, Registry
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +83,21 @@ def test_a_dead_run_is_shown_ended_and_then_gone(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "ended and settled" in " ".join(done.stdout.split())
     assert opd("reap", **state).stdout == "every run is settled\n"
+
+
+def test_a_run_that_can_never_be_settled_is_struck_out_by_hand(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "opd-lab" / "runs")
+    (tmp_path / "tiny-1").mkdir()
+    for name, owner in (("tiny-1", ProcessId(os.getpid(), 1)), ("tiny-2", identify(os.getpid()))):
+        assert owner is not None
+        settle = (sys.executable, "-c", "import sys; sys.exit('never')")
+        registry.add(RegisteredRun.here(name, tmp_path / "tiny-1", owner, settle, 5.0))
+    done = opd("reap", "--forget", "tiny-1", XDG_STATE_HOME=str(tmp_path))
+    assert (done.returncode, done.stdout.split()[0]) == (0, "tiny-1")
+    done = opd("reap", "--forget", "tiny-2", XDG_STATE_HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert "tiny-2" in done.stderr
+    assert [run.run_id for run in registry.runs()] == ["tiny-2"]
 
 
 def test_recipes_are_listed_with_what_they_do() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,30 @@ from prefect.states import (
     Completed,
     Crashed,
     Failed,
+    Paused,
     Pending,
     Running,
     Scheduled,
+    Suspended,
 )
 
-from tasks.flow_state import OWN_WORD_S, POLL_S, RunEnd, due_state, settle_flow_run
+from opd_core.lifecycle.records import Receipt, write_receipt
+from opd_core.training.attempts import Attempt, RunHistory
+from tasks.flow_state import (
+    OWN_WORD_S,
+    POLL_S,
+    RunEnd,
+    due_state,
+    earlier_ends,
+    settle_flow_run,
+)
 
 LOOKS = round(OWN_WORD_S / POLL_S)
 
 
-def end(cause: str = "owner died", status: str = "crashed", at_s: float | None = None) -> RunEnd:
-    at_s = time.time() + 60 if at_s is None else at_s
-    return RunEnd(cause, status, at_s, Path("/runs/tiny-1"))
+def end(cause: str = "owner died", status: str = "crashed", began_s: float | None = None) -> RunEnd:
+    began_s = time.time() + 60 if began_s is None else began_s
+    return RunEnd(cause, status, began_s, Path("/runs/tiny-1"))
 
 
 class FakeStates:
@@ -36,6 +48,7 @@ class FakeStates:
 
     def __init__(self, *states: State[Any] | None) -> None:
         self._states = list(states)
+        self.deployed = True
         self.written: list[State[Any]] = []
         self.pauses = 0
 
@@ -61,12 +74,13 @@ class FakeStates:
         (Cancelling(), end(), "CANCELLED"),
         (Cancelling(), end("completed", "completed"), "CANCELLED"),
         (Crashed(), end("cancelled", "cancelled"), "CANCELLED"),
+        (AwaitingRetry(), end(), "CRASHED"),
     ],
 )
 def test_the_state_follows_from_how_the_run_ended(
     current: State[Any], how: RunEnd, wanted: str
 ) -> None:
-    due = due_state(current, how)
+    due = due_state(current, how, deployed=False)
     assert due is not None
     assert due.type.value == wanted
     assert how.cause in (due.message or "")
@@ -83,18 +97,39 @@ def test_the_state_follows_from_how_the_run_ended(
         (Crashed(), end("worker gone", "cancelled")),
         (AwaitingRetry(), end()),
         (Scheduled(), end("cancelled", "cancelled")),
+        (Paused(), end()),
+        (Suspended(), end()),
     ],
 )
 def test_a_final_state_and_one_that_waits_for_its_turn_are_left(
     current: State[Any], how: RunEnd
 ) -> None:
-    assert due_state(current, how) is None
+    assert due_state(current, how, deployed=True) is None
 
 
-def test_a_try_that_began_after_the_run_had_ended_is_left() -> None:
-    running = Running(timestamp=datetime.fromtimestamp(1000.0, UTC))
-    assert due_state(running, end(at_s=999.0)) is None
-    assert due_state(running, end(at_s=1001.0)) is not None
+@pytest.mark.parametrize("state", [Running, Pending])
+def test_a_try_that_is_under_way_since_the_attempt_is_left_however_late_that_one_is_settled(
+    state: Callable[..., State[Any]],
+) -> None:
+    under_way = state(timestamp=datetime.fromtimestamp(1000.0, UTC))
+    assert due_state(under_way, end(began_s=999.0), deployed=False) is None
+    assert due_state(under_way, end(began_s=1001.0), deployed=False) is not None
+
+
+def test_earlier_flow_runs_end_as_their_last_attempt_did(tmp_path: Path) -> None:
+    attempts = (
+        Attempt(1.0, "a", "failed"),
+        Attempt(2.0, "a", "cancelled"),
+        Attempt(3.0, "b"),
+        Attempt(4.0, "c"),
+    )
+    folder = tmp_path / "attempts" / "2"
+    folder.mkdir(parents=True)
+    write_receipt(folder, Receipt("tiny-1", "cancelled", True, 0.5, (), (), (), ()))
+    assert earlier_ends(RunHistory("tiny-1", attempts, {}), tmp_path) == {
+        "a": RunEnd("cancelled", "cancelled", 2.0, folder),
+        "b": RunEnd("unknown", "", 3.0, tmp_path / "attempts" / "3"),
+    }
 
 
 def test_prefects_own_processes_have_their_time_to_write_it() -> None:

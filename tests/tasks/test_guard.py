@@ -18,9 +18,12 @@ from opd_core.errors import TrainingError
 from tasks.guard import (
     CANCELLED,
     ENDED_IN_PREFECT,
+    TIMED_OUT,
     WORKER_GONE,
     WORKER_PATIENCE_S,
     Guard,
+    TimedOut,
+    guard_flow,
     launchers,
 )
 
@@ -35,16 +38,24 @@ class World:
         self.parents = (100,)
         self.now = 0.0
         self.ended: list[str] = []
+        self.let_go = 0
 
-    def guard(self, *, launched: bool = True, end_with_worker: bool = True) -> Guard:
-        return Guard(
+    def guard(
+        self, *, launched: bool = True, end_with_worker: bool = True, signals: bool = True
+    ) -> Guard:
+        guard = Guard(
             lambda: self.state,
             launched=launched,
-            end_with_worker=end_with_worker,
             read_launchers=lambda: self.parents,
             clock=lambda: self.now,
-            end_flow=self.ended.append,
+            end_flow=self.ended.append if signals else None,
+            let_go=self.count_let_go,
         )
+        guard.end_with_worker = end_with_worker
+        return guard
+
+    def count_let_go(self) -> None:
+        self.let_go += 1
 
 
 @pytest.fixture
@@ -63,16 +74,55 @@ def test_a_flow_ends_when_its_worker_has_gone(world: World) -> None:
     assert guard.cause_of(KeyboardInterrupt()) == WORKER_GONE
 
 
-@pytest.mark.parametrize(
-    ("launched", "end_with_worker", "threads"),
-    [(True, True, 2), (True, False, 1), (False, True, 1)],
-)
-def test_the_parent_counts_only_where_a_worker_started_the_flow_and_it_is_to_end_with_it(
-    world: World, launched: bool, end_with_worker: bool, threads: int
+@pytest.mark.parametrize(("launched", "threads"), [(True, 2), (False, 1)])
+def test_the_parent_counts_only_where_a_worker_started_the_flow(
+    world: World, launched: bool, threads: int
 ) -> None:
     before = set(threading.enumerate())
-    with world.guard(launched=launched, end_with_worker=end_with_worker):
+    with world.guard(launched=launched):
         assert len(set(threading.enumerate()) - before) == threads
+
+
+def test_a_flow_that_is_to_outlive_its_worker_only_lets_go_of_its_pipes(world: World) -> None:
+    guard = world.guard(end_with_worker=False)
+    guard.check_launchers()
+    assert world.let_go == 0
+    world.parents = (1,)
+    guard.check_launchers()
+    assert (world.let_go, world.ended) == (1, [])
+    guard.end_with_worker = True  # the recipe was read only now
+    guard.check_launchers()
+    assert world.ended == [WORKER_GONE]
+
+
+def test_where_no_signal_can_be_sent_the_run_is_ended_as_soon_as_there_is_one(
+    world: World,
+) -> None:
+    guard = world.guard(signals=False)
+    world.state = StateType.CANCELLED
+    guard.check_state()
+    assert guard.cause == ""
+    guard.end_run = world.ended.append
+    guard.check_state()
+    assert world.ended == [CANCELLED]
+
+
+def test_a_flow_outside_of_the_main_thread_is_sent_no_signal() -> None:
+    """A signal would end the program that runs it."""
+    guards: list[Guard] = []
+    thread = threading.Thread(target=lambda: guards.append(guard_flow()))
+    thread.start()
+    thread.join()
+    ended: list[str] = []
+    guards[0].end_run = ended.append
+    guards[0].end_with_worker = True
+    guards[0]._launchers = ()
+    guards[0].check_launchers()
+    assert ended == [WORKER_GONE]
+
+
+def test_a_time_out_is_told_as_what_it_is(world: World) -> None:
+    assert world.guard().cause_of(TimedOut("no time")) == TIMED_OUT
 
 
 def test_a_worker_has_its_time_to_carry_out_a_cancellation(world: World) -> None:
@@ -145,7 +195,7 @@ def test_the_launcher_is_the_parent() -> None:
 
 CHILD = """
 import signal, sys, time
-from tasks.guard import Guard
+from tasks.guard import Guard, terminate_this_process
 from pathlib import Path
 told = Path(sys.argv[1])
 def terminated(number, frame):
@@ -153,7 +203,8 @@ def terminated(number, frame):
     told.with_name("ended").write_text(guard.cause)
     sys.exit(0)
 signal.signal(signal.SIGTERM, terminated)
-with Guard(lambda: None, launched=True, end_with_worker=True) as guard:
+with Guard(lambda: None, launched=True, end_flow=terminate_this_process) as guard:
+    guard.end_with_worker = True
     told.touch()
     time.sleep(60)
 """

@@ -15,10 +15,10 @@ from tasks.hooks import UNSETTLED, Unsettled, conclude, try_again
 
 class FakeSupervisor:
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls: list[bool] = []
 
-    def settled(self) -> None:
-        self.calls += 1
+    def settled(self, *, complete: bool = True) -> None:
+        self.calls.append(complete)
 
 
 @flow
@@ -60,9 +60,12 @@ def test_a_flow_run_of_another_process_is_nobodys_business() -> None:
     conclude(nothing, FlowRun(id=uuid4(), flow_id=uuid4()), cast(State[Any], Crashed()))
 
 
-def test_a_further_try_in_this_process_gets_the_run_directory() -> None:
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_further_try_in_this_process_gets_the_run_directory_and_the_run_may_stay_registered(
+    tracked: bool,
+) -> None:
     supervisor = FakeSupervisor()
-    UNSETTLED["1"] = Unsettled(supervisor, tracked=False, cause="TrainingError")
+    UNSETTLED["1"] = Unsettled(supervisor, tracked, cause="TrainingError")
     try_again("1")
     try_again("1")
-    assert supervisor.calls == 1
+    assert supervisor.calls == [tracked]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from opd_core.lifecycle.ledger import LEDGER_FILE, Ledger
 from opd_core.lifecycle.ports import reserve_ports
@@ -25,7 +26,7 @@ from opd_core.training.attempts import Attempt, RunHistory, read_history
 from opd_core.training.files import JOURNAL_FILE
 from tasks.environment import RunRecord, write_config
 from tasks.mlflow_run import mlflow_run
-from tasks.settle import main, settle
+from tasks.settle import CONFIGURED, main, settle, settle_command
 from tasks.tracking import build_summary, load_run, write_summary
 
 RECIPE = Path(__file__).parents[2] / "deployments" / "recipes" / "tiny.yaml"
@@ -126,6 +127,25 @@ def test_two_processes_do_not_settle_a_run_at_once(make_run: MakeRun) -> None:
         (reason,) = settle(run.directory)
     assert "another process" in reason
     assert settle(run.directory) == []
+
+
+def test_a_run_directory_that_cannot_be_read_is_told_once(make_run: MakeRun) -> None:
+    run = make_run(UNTRACKED)
+    (run.directory / "config.json").write_text("{")
+    (reason,) = settle(run.directory)
+    assert "the run directory" in reason
+
+
+@pytest.mark.parametrize(
+    ("api", "told"),
+    [
+        ("http://host:4200/api", "http://host:4200/api"),
+        ("https://me:secret@host/api", CONFIGURED),
+    ],
+)
+def test_a_password_in_prefects_url_is_not_told_to_everybody(api: str, told: str) -> None:
+    with temporary_settings({PREFECT_API_URL: api}):
+        assert settle_command(Path("/runs/tiny-1"))[-1] == told
 
 
 def test_a_run_whose_directory_was_removed_is_settled(tmp_path: Path) -> None:

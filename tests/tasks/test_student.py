@@ -170,6 +170,16 @@ def test_a_cluster_that_cannot_be_asked_is_told(jobs: Jobs) -> None:
         run_jobs(session, ray)
 
 
+def test_a_journal_that_cannot_be_read_is_an_error_of_the_training(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """A DataError would say that nothing was started."""
+    (tmp_path / "metrics.jsonl").write_text("no journal\n")
+    ray, session = jobs(DONE)
+    with pytest.raises(TrainingError, match="the metrics journal cannot be read"):
+        run_jobs(session, ray)
+
+
 def test_what_earlier_attempts_reached_is_not_told_again(
     jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,11 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STARTER = """
-import time
+import os, time
 from tasks.temporary_server import configured_api, ensure_prefect_api, lasting_api
 with configured_api("http://elsewhere:4200/api"):
     assert lasting_api() == "http://elsewhere:4200/api"
 assert lasting_api() == ""
+# In a process with threads no code of its own may run between fork and exec.
+os.register_at_fork(after_in_child=lambda: os._exit(9))
 ensure_prefect_api()
 assert lasting_api() == ""  # nobody finds it there later
 from prefect.client.orchestration import get_client

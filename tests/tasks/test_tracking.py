@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +128,35 @@ def test_files_that_cannot_be_read_do_not_hide_how_the_run_ended(run: RunRecord)
     (run.directory / JOURNAL_FILE).write_text("nonsense\n")
     summary = build_summary(run, receipt(), {}, ValueError("the real reason"))
     assert "the real reason" in summary["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("result.json", '{"status": "completed", "seconds": null}'),
+        (JOURNAL_FILE, '{"train_step": 1, "time": 0, "metrics": {"groups/completed": NaN}}\n'),
+    ],
+)
+def test_files_of_nonsense_do_not_keep_a_run_from_its_summary(
+    run: RunRecord, name: str, content: str
+) -> None:
+    (run.directory / name).write_text(content)
+    summary = build_summary(run, receipt(), {}, ValueError("no"))
+    assert (summary["status"], summary["error"]) == ("failed", "ValueError: no")
+
+
+def test_a_summary_that_nobody_takes_is_told_and_does_not_fail_again_at_the_very_end() -> None:
+    script = "from tasks.console import print_result\n"
+    script += "try: print_result('{}')\nexcept OSError: raise SystemExit(7)"
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=RECIPE.parents[2], stdout=write, timeout=60
+        )
+    finally:
+        os.close(write)
+    assert done.returncode == 7
 
 
 def test_losses_are_shown_with_the_survivor_table_line_by_line(

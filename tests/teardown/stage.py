@@ -205,7 +205,7 @@ class Stage:
         done = subprocess.run(
             [sys.executable, "-m", "deployments.cli", "reap"],
             cwd=ROOT,
-            env=self.environment_for(prefect, "OPD_DRILL=reap"),
+            env={**self.environment_for(prefect, "OPD_DRILL=reap"), "COLUMNS": "200"},
             capture_output=True,
             text=True,
             timeout=240,

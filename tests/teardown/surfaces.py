@@ -229,11 +229,14 @@ class Served(Deployed):
     name = "served"
 
     def serve(self) -> str:
+        if earlier := self.prefect.deployment("distill"):
+            # A killed runner's place in the deployment stays taken for five minutes.
+            self.prefect.ask("DELETE", f"/deployments/{earlier}")
         self.spawn([sys.executable, "-m", "deployments.serve"])
 
         def ready() -> str | None:
             assert self.is_open, self.output()
-            return self.prefect.deployment("distill") if "serving" in self.output() else None
+            return self.prefect.deployment("distill") if "being served" in self.output() else None
 
         return str(wait_until(ready, "the served flow", START_LIMIT_S))
 

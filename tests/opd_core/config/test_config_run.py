@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from opd_core.config import DevicesConfig, RunConfig
+from opd_core.config import DevicesConfig, RunConfig, TrackingConfig
 from opd_core.recipe import load_recipe, parse_config
 
 RECIPE = """
@@ -57,3 +57,26 @@ def test_a_run_ends_with_its_worker_and_at_no_time_unless_it_is_said() -> None:
     for wrong in (0, -1, math.inf, math.nan):
         with pytest.raises(ValidationError, match="deadline_s"):
             RunConfig(deadline_s=wrong)
+
+
+@pytest.mark.parametrize(
+    ("uri", "meant"),
+    [
+        ("sqlite:///mlflow.db", "sqlite:///{here}/mlflow.db"),
+        ("file:mlruns", "file:{here}/mlruns"),
+        ("mlruns", "{here}/mlruns"),
+        ("./mlruns", "{here}/mlruns"),
+        ("sqlite:////data/mlflow.db", "sqlite:////data/mlflow.db"),
+        ("sqlite:///:memory:", "sqlite:///:memory:"),
+        ("file:///data/mlruns", "file:///data/mlruns"),
+        ("/data/mlruns", "/data/mlruns"),
+        ("http://host:5000", "http://host:5000"),
+        ("postgresql://host/mlflow", "postgresql://host/mlflow"),
+        ("databricks", "databricks"),
+    ],
+)
+def test_a_relative_tracking_uri_means_the_working_directory_wherever_it_is_read_later(
+    uri: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert TrackingConfig(mlflow_uri=uri).mlflow_uri == meant.format(here=tmp_path)

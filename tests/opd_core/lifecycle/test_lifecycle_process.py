@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from opd_core.lifecycle.bond import bound
 from opd_core.lifecycle.channel import Channel
+from opd_core.lifecycle.children import Children
 from opd_core.lifecycle.conversation import Conversation
 from opd_core.lifecycle.errors import LifecycleError, SupervisorGone, UnknownChild
 from opd_core.lifecycle.logs import log_tail
@@ -29,9 +32,13 @@ from opd_core.lifecycle.process import (
     kill_exactly,
     open_pidfd,
     process_table,
+    read_stat,
     wait_pidfd,
     with_ancestors,
 )
+from opd_core.lifecycle.records import ChildSpec
+
+WaitUntil = Callable[..., None]
 
 
 @pytest.fixture
@@ -71,6 +78,82 @@ def test_a_process_is_told_apart_by_pid_and_start(sleeper: subprocess.Popen[byte
         assert sleeper.wait() == -signal.SIGKILL
         assert identify(exact.pid) is None
         assert not kill_exactly(exact)
+
+
+def test_a_process_whose_main_thread_has_ended_runs_on_in_its_other_threads(
+    wait_until: WaitUntil,
+) -> None:
+    code = (
+        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=[600]).start(); "
+        "print(); ctypes.CDLL(None).pthread_exit(None)"
+    )
+    marked = {**os.environ, "OPD_RUN_ID": "process-test"}
+    command = [sys.executable, "-I", "-S", "-u", "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=marked) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        def state() -> str:
+            stat = read_stat(process.pid)
+            assert stat is not None
+            return stat.state
+
+        wait_until(lambda: state() == "Z", "the main thread to end")
+        exact = identify(process.pid)
+        assert exact is not None
+        assert is_running(exact)
+        assert carries(exact.pid, [b"OPD_RUN_ID=process-test"])
+        assert not carries(exact.pid, [b"OPD_RUN_ID=another"])
+        assert executable_name(exact.pid) == Path(os.path.realpath(sys.executable)).name
+        pidfd = open_pidfd(exact.pid)
+        assert not wait_pidfd(pidfd, 0.0)
+        assert kill_exactly(exact)
+        assert wait_pidfd(pidfd, 60.0)
+        os.close(pidfd)
+        assert not is_running(exact)
+        assert not carries(exact.pid, [b"OPD_RUN_ID=process-test"])
+
+
+def test_a_bound_command_ends_with_the_thread_that_started_it() -> None:
+    def start() -> None:
+        process = subprocess.Popen(
+            bound(["/bin/sh", "-c", "echo $$; exec sleep 600"]), stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == process.pid, "it became the command"
+        started.append(process)
+        assert process.poll() is None
+
+    started: list[subprocess.Popen[bytes]] = []
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    with started[0] as process:
+        assert process.wait(60) == -signal.SIGKILL
+
+
+def test_a_bound_command_finds_the_default_signals() -> None:
+    # A shell that was started with SIGPIPE ignored cannot reset it.
+    command = bound(["/bin/sh", "-c", "kill -PIPE $$; echo deaf"])
+    assert subprocess.run(command, timeout=60).returncode == -signal.SIGPIPE
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_a_child_that_may_not_be_asked_to_stop_is_no_error(
+    run_id: str, order: Callable[..., ChildSpec], announced: Callable[[str], ProcessId]
+) -> None:
+    if (copy := os.fork()) == 0:
+        status = 1
+        try:
+            child = Children(run_id).start(order("teacher"))
+            os.setuid(65534)
+            child.ask_to_stop()
+            status = 0 if child.living else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == 0
+    # Nor does the kernel let a parent that has become somebody else take it along.
+    kill_exactly(announced("teacher"))
 
 
 def test_the_boot_has_an_identity() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,8 @@ import pytest
 
 from opd_core.lifecycle.ledger import Ledger, read_ledger
 from opd_core.lifecycle.ports import reserve_ports
-from opd_core.lifecycle.process import ProcessId, boot_id, identify, is_running
-from opd_core.lifecycle.reaper import look, reap
+from opd_core.lifecycle.process import ProcessId, boot_id, identify, is_running, kill_exactly
+from opd_core.lifecycle.reaper import forget, look, reap
 from opd_core.lifecycle.records import ChildSpec, PortState, ScratchState, read_receipt
 from opd_core.lifecycle.registry import RegisteredRun, Registry
 
@@ -362,7 +363,7 @@ def test_after_a_new_boot_no_pid_of_the_ledger_is_believed(dead: DeadRun, start:
 def test_a_run_of_another_host_is_said_and_left_alone(dead: DeadRun, start: Start) -> None:
     marked = start("marked", OPD_RUN_ID=dead.run_id)
     dead.write_ledger()
-    dead.enter(host="another-host")
+    dead.enter(host="another-host", boot_id="another-boot")
     (finding,) = look(dead.registry)
     assert (finding.state, finding.leftovers) == ("elsewhere", ())
     assert "another-host" in finding.why
@@ -427,45 +428,121 @@ def test_a_damaged_ledger_is_said_after_the_marked_processes_are_killed(
     assert len(dead.registry.runs()) == 1
 
 
-@pytest.mark.parametrize("trouble", ["a folder for a ledger", "a record without its facts"])
-def test_trouble_with_one_run_keeps_no_other_from_its_turn(trouble: str, dead: DeadRun) -> None:
+def test_a_container_has_another_host_name_and_the_same_boot(dead: DeadRun, start: Start) -> None:
+    marked = start("marked", OPD_RUN_ID=dead.run_id)
+    dead.write_ledger()
+    dead.enter(host="the-name-of-a-container")
+    (reaped,) = reap(dead.registry)
+    assert reaped.settled
+    assert not is_running(marked)
+
+
+def test_trouble_with_one_run_keeps_no_other_from_its_turn(dead: DeadRun, start: Start) -> None:
     bad = replace(dead, run_id=f"{dead.run_id}-a", folder=dead.folder.with_name("bad"))
-    if trouble == "a folder for a ledger":
-        bad.ledger.mkdir(parents=True)
-    else:
-        bad.write_ledger()
-        with bad.ledger.open("a") as ledger:
-            ledger.write('{"event": "child_started", "at": 1.0, "name": "teacher"}\n')
+    bad.ledger.mkdir(parents=True)
     bad.enter()
+    marked = start("marked", OPD_RUN_ID=bad.run_id)
     good = replace(dead, run_id=f"{dead.run_id}-b")
     good.write_ledger()
     good.enter()
     first, second = reap(dead.registry, again=False)
-    assert (first.settled, first.receipt) == (False, None)
-    assert "could not be ended" in first.said
+    assert first.receipt is not None
+    assert (first.settled, first.receipt.clean) == (False, False)
+    assert "ledger.jsonl" in first.said
+    assert not is_running(marked)
     assert second.settled
     assert [run.run_id for run in dead.registry.runs()] == [bad.run_id]
 
 
-def test_a_port_in_foreign_hands_is_said_and_the_run_stays(dead: DeadRun) -> None:
+def test_a_record_without_its_facts_leaves_the_markers_to_find_the_processes(
+    dead: DeadRun, start: Start
+) -> None:
+    marked = start("marked", OPD_RUN_ID=dead.run_id)
+    dead.write_ledger()
+    with dead.ledger.open("a") as ledger:
+        ledger.write('{"event": "child_started", "at": 1.0, "name": "teacher"}\n')
+    dead.enter()
+    (reaped,) = reap(dead.registry)
+    assert not is_running(marked)
+    assert reaped.receipt is not None
+    assert (reaped.settled, reaped.receipt.clean) == (True, False)
+    assert "the ledger could not be read" in reaped.said
+
+
+def test_a_torn_line_is_cut_off_and_nothing_is_written_after_it(dead: DeadRun) -> None:
+    dead.write_ledger()
+    with dead.ledger.open("a") as ledger:
+        ledger.write('{"event": "child_star')
+    dead.enter()
+    (reaped,) = reap(dead.registry)
+    assert reaped.settled
+    assert dead.events() == ["run_started", "receipt", "settled"]
+
+
+def test_a_receipt_that_the_full_disk_refused_is_written_again(dead: DeadRun) -> None:
+    dead.write_ledger()
+    dead.enter()
+    reap(dead.registry, settle=False)
+    proof = dead.folder / "receipt.json"
+    content = proof.read_text()
+    proof.unlink()
+    (reaped,) = reap(dead.registry)
+    assert (reaped.settled, reaped.receipt) == (True, None)
+    assert proof.read_text() == content
+
+
+def test_a_run_that_was_taken_up_again_meanwhile_is_left_alone(
+    dead: DeadRun, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    gate, first = tmp_path / "gate", replace(dead, run_id="a-first", folder=tmp_path / "first")
+    os.mkfifo(gate)
+    first.write_ledger()
+    first.enter(
+        settle=("/bin/sh", "-c", 'touch "$0"; read line < "$1"', str(dead.record), str(gate))
+    )
+    dead.write_ledger()
+    dead.enter()
+    done: list[Any] = []
+    reaping = threading.Thread(target=lambda: done.extend(reap(dead.registry)))
+    reaping.start()
+    wait_until(dead.record.exists, "the first run to be settled")
+    me = identify(os.getpid())
+    assert me is not None
+    dead.registry.hand_over(dead.run_id, me)
+    gate.write_text("go on\n")
+    reaping.join()
+    assert [each.settled for each in done] == [True, False]
+    assert done[1].said == "somebody has taken it up"
+    assert dead.events() == ["run_started"]
+
+
+def test_only_a_dead_run_is_forgotten(dead: DeadRun, start: Start) -> None:
+    assert forget(dead.registry, "nobody") == "no unsettled run 'nobody'; there is: none"
+    dead.write_ledger()
+    me = identify(os.getpid())
+    assert me is not None
+    dead.enter(owner=me)
+    assert "lives" in forget(dead.registry, dead.run_id)
+    dead.enter()
+    marked = start("marked", OPD_RUN_ID=dead.run_id)
+    assert "reap it first" in forget(dead.registry, dead.run_id)
+    kill_exactly(marked)
+    assert forget(dead.registry, dead.run_id) == ""
+    assert dead.registry.runs() == ()
+
+
+def test_a_port_in_foreign_hands_is_said_and_waited_for_by_nobody(dead: DeadRun) -> None:
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         port = foreign.getsockname()[1]
         dead.write_ledger(ProcessId(2**23, 1), ports=(port,))
-        dead.enter(teardown_s=0.2)
+        dead.enter(teardown_s=600.0)
         (reaped,) = reap(dead.registry)
     said = f"teardown of {dead.run_id} was not clean; left: port {port}"
-    assert (reaped.settled, reaped.said) == (False, said)
+    assert (reaped.settled, reaped.said) == (True, said)
     receipt = read_receipt(dead.folder)
     assert receipt is not None
     assert receipt.ports == (PortState(port, free=False),)
     assert not receipt.clean
-    assert dead.record.read_text() == dead.settled_once  # its state is told at once, it stays
-    assert len(dead.registry.runs()) == 1
-    (reaped,) = reap(dead.registry)
-    assert (reaped.settled, reaped.said) == (True, "")
-    receipt = read_receipt(dead.folder)
-    assert receipt is not None
-    assert receipt.clean
     assert dead.record.read_text() == dead.settled_once
     assert dead.registry.runs() == ()
 

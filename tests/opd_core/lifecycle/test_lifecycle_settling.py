@@ -7,25 +7,30 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from opd_core.lifecycle.conversation import Conversation
-from opd_core.lifecycle.errors import LifecycleError, SupervisorGone
+from opd_core.lifecycle.errors import DevicesBusy, LifecycleError, SupervisorGone
 from opd_core.lifecycle.handle import Supervisor
+from opd_core.lifecycle.leases import DeviceLease
 from opd_core.lifecycle.ledger import LedgerRecord, read_ledger
 from opd_core.lifecycle.order import RunOrder
 from opd_core.lifecycle.process import ProcessId, identify, is_running, kill_exactly
-from opd_core.lifecycle.records import ChildSpec, read_receipt
+from opd_core.lifecycle.records import ChildSpec, Receipt, read_receipt
 from opd_core.lifecycle.registry import Registry
 from opd_core.lifecycle.settling import run_settle_command
 
@@ -91,8 +96,24 @@ def start(run: Run, run_id: str) -> Iterator[Start]:
 
 
 @pytest.fixture
-def talk(run: Run, run_id: str, repository: Path) -> Iterator[Talk]:
+def talk_of(run: Run, run_id: str, repository: Path) -> Iterator[Callable[..., Talk]]:
+    """Start a supervisor with an order of these fields; return it with its owner's control line."""
+    with ExitStack() as started:
+
+        def begin(**fields: Any) -> Talk:
+            return started.enter_context(talking(run, run_id, repository, fields))
+
+        yield begin
+
+
+@pytest.fixture
+def talk(talk_of: Callable[..., Talk]) -> Talk:
     """A supervisor of a run of this process, and the owner's end of its control line."""
+    return talk_of()
+
+
+@contextmanager
+def talking(run: Run, run_id: str, repository: Path, fields: dict[str, Any]) -> Iterator[Talk]:
     me = identify(os.getpid())
     assert me is not None
     run.folder.mkdir()
@@ -100,7 +121,7 @@ def talk(run: Run, run_id: str, repository: Path) -> Iterator[Talk]:
         "import sys; from opd_core.lifecycle.supervisor import main; sys.exit(main(sys.argv[1:]))"
     )
     ours, theirs = socket.socketpair()
-    with theirs:
+    with theirs, (run.folder / "supervisor.log").open("wb") as log:
         what = RunOrder(
             run_id=run_id,
             run_dir=run.folder,
@@ -110,8 +131,9 @@ def talk(run: Run, run_id: str, repository: Path) -> Iterator[Talk]:
             settle=run.settle,
         )
         supervisor = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(what.to_wire())],
+            [sys.executable, "-c", code, json.dumps({**what.to_wire(), **fields})],
             env={**os.environ, "OPD_RUN_ID": "an-outer-run", "PYTHONPATH": str(repository)},
+            stderr=log,
             pass_fds=[what.control_fd],
         )
     conversation = Conversation(ours)
@@ -120,6 +142,12 @@ def talk(run: Run, run_id: str, repository: Path) -> Iterator[Talk]:
     conversation.close()
     supervisor.kill()
     supervisor.wait()
+
+
+def await_receipt(conversation: Conversation) -> Receipt:
+    while conversation.receipt is None:
+        conversation.listen(60.0)
+    return conversation.receipt
 
 
 def tell(owner: subprocess.Popen[str], what: str) -> None:
@@ -251,6 +279,172 @@ def test_a_signal_does_not_send_it_away_while_the_owner_still_writes(
     assert not run.record.exists()
     assert read_receipt(run.folder) == receipt
     assert len(run.noted("receipt")) == 1
+
+
+# --- how it ends
+
+
+def test_the_owners_word_for_the_end_breaks_off_the_stop_of_one_child(
+    tmp_path: Path, talk: Talk, order: Order, announced: Announced, wait_until: WaitUntil
+) -> None:
+    conversation, _ = talk
+    signals = tmp_path / "signals"
+    spec = order("slow", {"signals": str(signals), "stays": True}, grace_s=600.0)
+    conversation.ask({"op": "start", "child": spec.to_wire()}, 60.0)
+    child = announced("slow")
+    with pytest.raises(SupervisorGone, match="within 0 s"):
+        conversation.ask({"op": "stop", "name": "slow"}, 0.0)
+    wait_until(signals.exists, "the child to be asked to stop")
+    conversation.say_end("Ctrl-C")
+    while not conversation.is_over:
+        conversation.listen(60.0)
+    assert is_running(child), "the stop was not waited for"
+    kill_exactly(child)
+    assert await_receipt(conversation).cause == "Ctrl-C"
+    assert signals.read_text() == "slow SIGTERM\n"
+
+
+def test_a_teardown_that_fails_leaves_no_process_and_a_receipt_that_says_so(
+    tmp_path: Path,
+    run: Run,
+    talk_of: Callable[..., Talk],
+    order: Order,
+    announced: Announced,
+) -> None:
+    conversation, supervisor = talk_of(teardown_s="no number")
+    spec = order("teacher", {"daemon": {"announce": str(tmp_path / "daemon"), "deaf": True}})
+    conversation.ask({"op": "start", "child": spec.to_wire()}, 60.0)
+    processes = [announced("teacher"), announced("daemon")]
+    conversation.say_end("completed")
+    receipt = await_receipt(conversation)
+    assert (receipt.cause, receipt.clean, receipt.survivors) == ("completed", False, ())
+    assert [end.name for end in receipt.children] == ["teacher"]
+    assert read_receipt(run.folder) == receipt
+    assert not any(is_running(process) for process in processes)
+    conversation.say_settled()
+    assert supervisor.wait(60) == 1
+    assert "TypeError" in (run.folder / "supervisor.log").read_text()
+
+
+# --- its devices
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A driver of GPU-a; 9000 MiB are used on it while the process exists whose pid is in this
+    file."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    user = tmp_path / "user"
+    program = folder / "nvidia-smi"
+    program.write_text(
+        f"""#!/bin/sh
+exec 2>/dev/null
+read pid < {user} && read stat < /proc/$pid/stat || stat=") Z"
+case "$stat" in *") Z"*) mib=4 ;; *) mib=9000 ;; esac
+echo 0, GPU-a, $mib
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return user
+
+
+def take_gpu(tmp_path: Path) -> DeviceLease:
+    return DeviceLease.take(["GPU-a"], owner={}, wait_s=0.0, folder=tmp_path / "leases")
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_supervisor_that_stays_keeps_a_device_that_is_still_in_use(
+    is_free: bool, tmp_path: Path, driver: Path, start: Start
+) -> None:
+    with take_gpu(tmp_path) as lease:
+        supervisor, _ = start(lease=lease, teardown_s=2.0)
+    if not is_free:
+        driver.write_text(f"{os.getpid()}\n")
+    receipt = supervisor.end()
+    assert [device.released for device in receipt.devices] == [is_free]
+    if not is_free:
+        with pytest.raises(DevicesBusy):
+            take_gpu(tmp_path)
+        supervisor.settled()
+    take_gpu(tmp_path).release()
+
+
+def test_the_lock_of_a_living_run_does_not_grow_old(
+    tmp_path: Path, start: Start, wait_until: WaitUntil
+) -> None:
+    with take_gpu(tmp_path) as lease:
+        lock = tmp_path / "leases" / "GPU-a.lock"
+        os.utime(lock, (1.0, 1.0))
+        start(lease=lease)
+        wait_until(lambda: lock.stat().st_mtime > 1.0, "the lock to be touched")
+
+
+def test_the_memory_before_a_run_is_what_is_used_after_its_past_has_ended(
+    tmp_path: Path,
+    driver: Path,
+    run: Run,
+    start: Start,
+    start_owner: StartOwner,
+    order: Order,
+    announced: Announced,
+    gone: Gone,
+) -> None:
+    daemon = {"announce": str(tmp_path / "daemon"), "deaf": True}
+    owner, former = start_owner(run.settle, order("teacher", {"daemon": daemon}))
+    stray, teacher = announced("daemon"), announced("teacher")
+    kill_exactly(former)
+    owner.kill()
+    gone(teacher)
+    driver.write_text(f"{stray.pid}\n")
+    assert is_running(stray)
+    with take_gpu(tmp_path) as lease:
+        start(lease=lease)
+    assert not is_running(stray)
+    assert run.noted("run_started")[-1]["used_mib"] == {"GPU-a": 4}
+
+
+# --- the owner hangs
+
+
+def test_a_hung_owner_is_not_waited_for_for_ever_after_the_deadline(
+    run: Run, talk_of: Callable[..., Talk]
+) -> None:
+    _, supervisor = talk_of(deadline_s=0.1, patience_s=0.1)
+    assert supervisor.wait(60) == 0
+    assert run.noted("settled") == [{"by": "command"}]
+    assert run.record.read_text() == run.settled_once
+
+
+def test_a_second_signal_ends_the_waiting_for_a_hung_owner(
+    run: Run, talk_of: Callable[..., Talk]
+) -> None:
+    conversation, supervisor = talk_of(patience_s=600.0)
+    supervisor.terminate()
+    assert await_receipt(conversation).cause == "signal SIGTERM"
+    assert supervisor.poll() is None
+    supervisor.terminate()
+    assert supervisor.wait(60) == 0
+    assert run.noted("settled") == [{"by": "command"}]
+
+
+def test_an_owner_that_notices_the_end_is_waited_for(
+    run: Run, talk_of: Callable[..., Talk], order: Order, announced: Announced
+) -> None:
+    conversation, supervisor = talk_of(patience_s=0.0)
+    spec = order("slow", {"deaf": True})
+    conversation.ask({"op": "start", "child": spec.to_wire()}, 60.0)
+    child = announced("slow")
+    supervisor.terminate()
+    while not conversation.is_over:
+        conversation.listen(60.0)
+    conversation.say_end("noticed")
+    kill_exactly(child)
+    assert await_receipt(conversation).cause == "signal SIGTERM"
+    conversation.say_settled()
+    assert supervisor.wait(60) == 0
+    assert run.noted("settled") == [{"by": "owner"}]
 
 
 # --- the owner is gone
@@ -395,6 +589,59 @@ def test_a_command_that_takes_too_long_is_killed_with_its_session(
                 kill_exactly(process)
 
 
+class Interrupt(BaseException):
+    """What Ctrl-C and the end of a Prefect flow are."""
+
+
+@pytest.mark.parametrize("how", ["done", "too late", "interrupted"])
+def test_whatever_the_command_has_started_ends_with_it(
+    how: str, tmp_path: Path, order: Order, wait_until: WaitUntil
+) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupt
+
+    def interrupt_when_it_runs() -> None:
+        wait_until((tmp_path / "daemon").exists, "the daemon to start")
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    daemon = {"announce": str(tmp_path / "daemon"), "deaf": True}
+    command = order("settle", {"daemon": daemon, "code": 0}).argv
+    end = "exit 0" if how == "done" else "exec sleep 600"
+    script = f'"$@"; until [ -e "$0" ]; do sleep 0.01; done; {end}'
+    command = ("/bin/sh", "-c", script, str(tmp_path / "daemon"), *command)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        if how == "interrupted":
+            thread = threading.Thread(target=interrupt_when_it_runs)
+            thread.start()
+            with pytest.raises(Interrupt):
+                run_settle_command(command, tmp_path)
+            thread.join()
+        else:
+            said = run_settle_command(command, tmp_path, 5.0)
+            assert ("more than 5 s" in said) is (how == "too late")
+        left = identify(int((tmp_path / "daemon").read_text()))
+        if left is not None:
+            assert not is_running(left) or not kill_exactly(left), "it was left running"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_no_code_of_this_process_runs_between_fork_and_exec(
+    tmp_path: Path, repository: Path
+) -> None:
+    # Another thread may have held any lock at the fork.
+    code = (
+        "import os, sys; from pathlib import Path; "
+        "from opd_core.lifecycle.settling import run_settle_command; "
+        "os.register_at_fork(after_in_child=lambda: os._exit(9)); "
+        "sys.exit(run_settle_command(('true',), Path(sys.argv[1])) or 0)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(repository)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    assert subprocess.run(command, env=environment, timeout=60).returncode == 0
+
+
 def test_the_reason_is_what_the_latest_try_said(tmp_path: Path) -> None:
     command = ("/bin/sh", "-c", '[ -z "$1" ] || echo "$1" >&2; exit $2', "settle")
     log = tmp_path / "logs" / "settle.log"
@@ -455,6 +702,55 @@ def test_a_note_stands_in_the_ledger_at_once_and_none_after_the_end(run: Run, st
     assert run.noted("too_late") == []
 
 
+def test_a_note_that_could_not_be_written_is_an_error(run: Run, start: Start) -> None:
+    supervisor, _ = start(settle=(), registry=None)
+    ledger = run.folder / "ledger.jsonl"
+    most = resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE)
+    # To the supervisor that is a full disk.
+    resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE, (ledger.stat().st_size, most[1]))
+    with pytest.raises(LifecycleError, match=r"'ray_job' was not written: .*ledger.jsonl"):
+        supervisor.note("ray_job", job_id="job-1")
+    resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE, most)
+    assert run.noted("ray_job") == []
+
+
 def test_a_registry_without_a_settle_command_is_refused(start: Start) -> None:
     with pytest.raises(LifecycleError, match="expected a settle command with a registry"):
         start(settle=())
+
+
+def test_an_owner_that_goes_on_with_the_run_lets_the_supervisor_go_and_keeps_the_entry(
+    run: Run, start: Start, gone: Gone
+) -> None:
+    supervisor, process = start()
+    supervisor.end()
+    supervisor.settled(complete=False)
+    gone(process)
+    assert not run.record.exists()
+    assert [each.run_dir for each in run.registry.runs()] == [run.folder]
+
+
+def test_a_copied_folder_does_not_begin_while_its_original_lives(
+    run: Run, start: Start, tmp_path: Path
+) -> None:
+    supervisor, _ = start()
+    with pytest.raises(LifecycleError, match=f"is alive in {run.folder}; end it"):
+        Supervisor.start(
+            run_dir=tmp_path / "copy",
+            run_id=supervisor.run_id,
+            settle=run.settle,
+            registry=run.registry,
+        )
+    assert not (tmp_path / "copy").exists()
+
+
+def test_the_entry_of_a_run_that_somebody_began_anew_is_not_struck_out(
+    run: Run, start: Start
+) -> None:
+    supervisor, process = start()
+    supervisor.end()
+    kill_exactly(process)
+    other = ProcessId(2**22 - 1, 1)
+    run.registry.hand_over(supervisor.run_id, other)
+    supervisor.settled()
+    assert [each.owner for each in run.registry.runs()] == [other]

@@ -1,0 +1,82 @@
+"""What must happen around the stages, however the run ends: a supervisor, tracking, the ending.
+
+What this process cannot write any more, the supervisor has written by ``tasks.settle``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefect._internal.concurrency.cancellation import CancelledError
+
+from opd_core.errors import OPDError, ServingError
+from opd_core.lifecycle.errors import LifecycleError
+from opd_core.lifecycle.handle import Supervisor
+from opd_core.lifecycle.leases import DeviceLease
+from opd_core.lifecycle.receipt_text import left_over
+from opd_core.lifecycle.registry import Registry
+from opd_core.preflight import PreflightReport
+from tasks.ending import Ended, end_experiment
+from tasks.environment import RunRecord, resolve_key
+from tasks.guard import Guard, TimedOut
+from tasks.session import Session
+from tasks.settle import settle_command
+from tasks.signals import undisturbed
+from tasks.tracking import Tracker
+
+
+class TeardownError(OPDError):
+    """Something of the run is left; the message says what."""
+
+
+@contextmanager
+def experiment(
+    run: RunRecord, checked: PreflightReport, guard: Guard, lease: DeviceLease | None = None
+) -> Iterator[Session]:
+    """A session around the stages of ``run``, which has the devices of ``lease`` until its end.
+    ``guard`` watches until the end begins.
+
+    Raises :class:`TeardownError` after an otherwise good run if something of it is left.
+    """
+    started = time.perf_counter()
+    opd = run.config.opd
+    keys = {t.name: key for t in (opd.teachers if opd else ()) if (key := resolve_key(t))}
+    session: Session | None = None
+    tracker: Tracker | None = None
+    error: BaseException | None = None
+    try:
+        supervisor = _start_supervisor(run, lease)
+        guard.end_run = supervisor.end
+        session = Session(run, checked, supervisor, keys, seconds={"checks": checked.seconds})
+        tracker = Tracker.start(run, checked)
+        yield session
+    except BaseException as raised:  # also Prefect's termination signal and Ctrl-C
+        error = raised
+        if isinstance(raised, CancelledError):
+            error = TimedOut("the flow run's time in Prefect (timeout_seconds) is over")
+        raise
+    finally:
+        with undisturbed():
+            guard.stop()
+            if session is not None:
+                how = Ended(guard.cause_of(error), error, started)
+                receipt = end_experiment(session, how, tracker, lease)
+    if not receipt.clean:
+        raise TeardownError(left_over(receipt))
+
+
+def _start_supervisor(run: RunRecord, lease: DeviceLease | None) -> Supervisor:
+    try:
+        return Supervisor.start(
+            run_dir=run.directory,
+            run_id=run.run_id,
+            teardown_s=run.config.run.teardown_s,
+            deadline_s=run.config.run.deadline_s,
+            lease=lease,
+            settle=settle_command(run.directory),
+            registry=Registry.of_user(),
+        )
+    except LifecycleError as error:
+        raise ServingError(str(error)) from None
