@@ -129,6 +129,7 @@ def test_a_flow_run_that_prefect_tries_again_goes_on_in_its_run_directory(opd: S
     assert not run.processes()
 
 
+@pytest.mark.long
 def test_a_fork_trains_on_from_the_newest_checkpoint_under_other_settings(opd: StartRun) -> None:
     source = opd(*QUICK, "training.steps=3")
     assert source.finish() == 0, source.output()

@@ -136,6 +136,7 @@ def assert_tracked_once(run: Any, run_id: str) -> None:
     assert all(math.isclose(p.value, expected[p.step], rel_tol=1e-6) for p in scalars)
 
 
+@pytest.mark.long
 def test_a_killed_flow_leaves_nothing_and_its_end_is_told(opd: StartRun) -> None:
     """On Prefect's temporary server, which must not outlive the command either."""
     run = opd(*MANY_STEPS, api=None)
@@ -194,6 +195,7 @@ def test_ctrl_c_ends_in_order_and_says_so(opd: StartRun) -> None:
     assert client.get_run(summary["mlflow_run_id"]).info.status == "KILLED"
 
 
+@pytest.mark.long
 def test_a_teacher_that_dies_too_often_ends_the_run_with_its_reason(opd: StartRun) -> None:
     run = opd(*MANY_STEPS, "opd.teachers.0.launch.max_restarts=0")
     run.wait_for(lambda: run.trained_steps() >= 1, "a train step")

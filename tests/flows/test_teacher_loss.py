@@ -77,6 +77,7 @@ def test_a_teacher_killed_and_then_stopped_costs_no_group_and_no_score(
     assert not run.processes()
 
 
+@pytest.mark.long
 def test_a_poison_is_found_and_the_others_are_scored(opd: StartRun, tmp_path: Path) -> None:
     """Beside it one death in the middle of an answer, and health checks that lie."""
     tokenizer = load_tokenizer(str(TINY / "student"))

@@ -50,7 +50,6 @@ GUARDED_S = 45.0
 """A cancellation that nobody carries out: the guard waits 20 s, and looks every 5 s."""
 UNGUARDED_S = 30.0
 """One of a flow that no worker has started: the guard looks twice."""
-KILL_WORKER_S = 30.0
 
 
 def signalled(signum: signal.Signals) -> Callable[[Door, RunView], None]:
@@ -69,7 +68,7 @@ def cancelled(door: Door, run: RunView) -> None:
 
 
 def killed_and_cancelled(door: Door, run: RunView) -> None:
-    """The worker first."""
+    """The worker first; the run is one that outlives its worker."""
     door.process.kill()
     door.prefect.cancel(run.flow_run_id())
 
@@ -167,10 +166,11 @@ WORKER_ENDS = (
     ),
     Cell(
         "worker killed, then cancelled",
-        "worker gone|cancelled",
+        "cancelled",
         CANCELLED,
         act=killed_and_cancelled,
-        limit_s=20,
+        settings=("run.end_with_worker=false",),
+        limit_s=GUARDED_S,
     ),
 )
 
