@@ -23,7 +23,7 @@ from tasks.environment import RunRecord, resolve_key
 from tasks.guard import Guard, TimedOut
 from tasks.session import Session
 from tasks.settle import settle_command
-from tasks.signals import undisturbed
+from tasks.signals import postponed, undisturbed
 from tasks.tracking import Tracker
 
 
@@ -47,9 +47,10 @@ def experiment(
     tracker: Tracker | None = None
     error: BaseException | None = None
     try:
-        supervisor = _start_supervisor(run, lease)
-        guard.end_run = supervisor.end
-        session = Session(run, checked, supervisor, keys, seconds={"checks": checked.seconds})
+        with postponed():
+            supervisor = _start_supervisor(run, lease)
+            guard.end_run = supervisor.end
+            session = Session(run, checked, supervisor, keys, seconds={"checks": checked.seconds})
         tracker = Tracker.start(run, checked)
         yield session
     except BaseException as raised:  # also Prefect's termination signal and Ctrl-C

@@ -47,6 +47,8 @@ class ProcessStat:
     group: int
     threads: int
     start_ticks: int
+    memory: int
+    """Bytes of its address space; 0 for a process that is dying and has let go of that already."""
 
     @property
     def identity(self) -> ProcessId:
@@ -77,6 +79,7 @@ def read_stat(pid: int) -> ProcessStat | None:
         group=int(fields[2]),
         threads=int(fields[17]),
         start_ticks=int(fields[19]),
+        memory=int(fields[20]),
     )
 
 

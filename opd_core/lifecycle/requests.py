@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -121,6 +122,7 @@ class Requests:
             spare=self._run.spare,
             deadline=deadline,
             pause=self._turn,
+            adopter=os.getpid(),
         )
         return child
 

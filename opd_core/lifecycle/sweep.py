@@ -56,17 +56,22 @@ def sweep(
     spare: frozenset[ProcessId],
     deadline: float,
     pause: Callable[[float], None],
+    adopter: int | None = None,
 ) -> tuple[Survivor, ...]:
     """SIGKILL all that `find` finds until it finds none; return what is left at the deadline.
 
     `deadline` is a `time.monotonic()` value; the sweep takes at least a second if it needs it.
-    `pause` waits that many seconds, and reaps where the caller has children to reap.
+    `pause` waits that many seconds, and reaps where the caller has children to reap. A process that
+    dies shows no environment any more while it still holds devices and ports: the killed are waited
+    for, and so are the dying children of `adopter`, whosever they were.
     """
     deadline = max(deadline, time.monotonic() + _LEAST_S)
     looks_without_find = 0
+    killed: set[ProcessId] = set()
     # Two looks, since a process in the middle of execve shows no environment for a moment.
     while looks_without_find < 2:
-        found = find(marks, root=root, spare=spare)
+        found = find(marks, root=root, spare=spare) | _dying(adopter)
+        found |= {process for process in killed if is_running(process)}
         looks_without_find = 0 if found else looks_without_find + 1
         if found and time.monotonic() >= deadline:
             return tuple(
@@ -76,5 +81,14 @@ def sweep(
             )
         for process in found:
             kill_exactly(process)
+        killed |= found
         pause(_PAUSE_S)
     return ()
+
+
+def _dying(parent: int | None) -> frozenset[ProcessId]:
+    """Return the children of that process that have no memory any more, and still run."""
+    if parent is None:
+        return frozenset()
+    children = (stat for stat in process_table().values() if stat.parent == parent)
+    return frozenset(stat.identity for stat in children if stat.running and not stat.memory)

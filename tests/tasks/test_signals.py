@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tasks.signals import ENDING, hangup_as_termination, undisturbed
+from tasks.signals import ENDING, hangup_as_termination, postponed, undisturbed
 
 
 class Disturbed(Exception):
@@ -23,7 +23,8 @@ def disturbing() -> Iterator[None]:
     def disturb(*_: object) -> None:
         raise Disturbed
 
-    kept = {signum: signal.signal(signum, disturb) for signum in (*ENDING, signal.SIGALRM)}
+    disturbing = (*ENDING, signal.SIGALRM, signal.SIGUSR1)
+    kept = {signum: signal.signal(signum, disturb) for signum in disturbing}
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     for signum, handler in kept.items():
@@ -45,6 +46,39 @@ def test_neither_signals_nor_a_time_out_break_off_an_ending() -> None:
     with pytest.raises(Disturbed):
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+@pytest.mark.usefixtures("disturbing")
+def test_any_other_signal_waits_for_the_end() -> None:
+    reached = []
+
+    def disturbed_ending() -> None:
+        with undisturbed():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            reached.append("the end")
+
+    with pytest.raises(Disturbed):
+        disturbed_ending()
+    assert reached == ["the end"]
+
+
+@pytest.mark.usefixtures("disturbing")
+def test_a_signal_in_the_middle_is_handled_when_it_is_over() -> None:
+    reached = []
+
+    def disturbed_twice() -> None:
+        with postponed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append("the end")
+
+    with pytest.raises(Disturbed):
+        disturbed_twice()
+    assert reached == ["the end"]
+    with pytest.raises(Disturbed):
+        os.kill(os.getpid(), signal.SIGTERM)
+    with postponed():
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL  # left as it is
 
 
 def test_a_closed_terminal_is_a_termination_unless_somebody_said_what_it_means() -> None:

@@ -22,8 +22,15 @@ pytestmark = [pytest.mark.teardown, pytest.mark.timeout(480)]
 MakeDoor = Callable[..., Any]
 NAMES = [moment.name for moment in MOMENTS]
 SLOW_PROOF = {"faults": [{"fault": "slow", "delay_s": 1.0, "count": 8}]}
+RAISED = r"OnPurpose|\w+Error"
+"""It comes in the middle of anything; a library may make its own error of it."""
+RAISED_LATE = Outcome("FAILED", "FINISHED", "completed")
+"""The run was good and is ended in peace; the exception comes after that, and fails the flow."""
 TEARDOWN = "teardown"
 """Here training is over, and the receipt's cause was said already."""
+
+TRAINED_AND_FAILED = Outcome("FAILED", "FINISHED", "completed")
+"""The student is trained and whole; the flow raised afterwards, and Prefect has its own word."""
 
 
 @pytest.fixture
@@ -50,9 +57,8 @@ def cancelled(door: Door, run: RunView) -> None:
 
 @pytest.mark.parametrize("moment", NAMES)
 def test_an_exception(stage: Stage, door: MakeDoor, settings: tuple[str, ...], moment: str) -> None:
-    cause = "completed" if moment == TEARDOWN else "OnPurpose"
-    outcome = FAILED
-    cell = Cell("exception", cause, outcome, moment, raised, of(settings, moment))
+    cause, outcome = ("completed", RAISED_LATE) if moment == TEARDOWN else (RAISED, FAILED)
+    cell = Cell("exception", cause, outcome, moment, raised, settings=of(settings, moment))
     play(stage, door(Script), cell)
 
 
@@ -61,7 +67,9 @@ def test_a_cancellation(
     stage: Stage, worker: Worker, settings: tuple[str, ...], moment: str
 ) -> None:
     cause, outcome = ("completed", COMPLETED) if moment == TEARDOWN else ("cancelled", CANCELLED)
-    cell = Cell("cancel", cause, outcome, moment, cancelled, of(settings, moment), limit_s=20)
+    cell = Cell(
+        "cancel", cause, outcome, moment, cancelled, settings=of(settings, moment), limit_s=20
+    )
     play(stage, worker, cell)
 
 
@@ -72,5 +80,5 @@ def test_the_flow_is_killed(
     """And resumed, to a further train step."""
     outcome: Outcome = COMPLETED if moment == TEARDOWN else KILLED
     cause = "completed" if moment == TEARDOWN else "owner died"
-    cell = Cell("kill-flow", cause, outcome, moment, None, of(settings, moment), resume=True)
+    cell = Cell("kill-flow", cause, outcome, moment, settings=of(settings, moment), resume=True)
     play(stage, door(CommandLine), cell)
