@@ -18,6 +18,7 @@ from tasks.session import Cluster, Session
 STOP_FIRST = 0
 STOP_LAST = 1
 HEAD = "ray-head"
+LONGEST = 25
 
 
 @task(name="start Ray cluster", cache_policy=NO_CACHE)
@@ -28,13 +29,17 @@ def start_cluster(session: Session) -> None:
         session.cluster = Cluster(run.config.ray.address, token=None, owned=False)
         announce(f"using the Ray cluster at {run.config.ray.address}")
         return
-    # A short path: Ray's sockets live in it, and a socket's path holds 107 characters at most.
-    temp_dir = Path(tempfile.mkdtemp(prefix="opd-ray-"))
+    temp_dir = Path(tempfile.mkdtemp(prefix="opd-ray-", dir=short_folder(tempfile.gettempdir())))
     try:
         _start_head(session, temp_dir)
     except BaseException:
         shutil.rmtree(temp_dir, ignore_errors=True)
         raise
+
+
+def short_folder(wanted: str) -> str:
+    """A folder for Ray's: a socket's path holds 107 characters, of which Ray needs 82 below it."""
+    return wanted if len(wanted) <= LONGEST else "/tmp"
 
 
 def _start_head(session: Session, temp_dir: Path) -> None:

@@ -242,7 +242,7 @@ def test_the_catalogue_is_shown_and_its_names_are_understood() -> None:
         assert "--list" in refused.output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_drill(tmp_path: Path) -> None:
     """On Prefect's temporary server, as it is the first time; that must end with the run too."""
     places = {"XDG_STATE_HOME": "state", "OPD_LEASES": "leases", "PREFECT_HOME": "prefect"}

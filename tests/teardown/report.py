@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from deployments.drill.catalogue import MOMENTS
+
 OK = "ok"
 VARIABLE = "OPD_TEARDOWN_REPORT"
 _DASH = "\N{EN DASH}"
@@ -53,7 +55,8 @@ def read(paths: Iterable[Path]) -> tuple[Cell, ...]:
 
 def table(cells: Sequence[Cell]) -> str:
     """Return one surface's cells: a row per ending, a column per moment, then the reasons."""
-    moments = list(dict.fromkeys(cell.moment for cell in cells))
+    played = {cell.moment for cell in cells}
+    moments = [moment.name for moment in MOMENTS if moment.name in played]
     reasons = list(dict.fromkeys(cell.outcome for cell in cells if cell.outcome != OK))
     by_place = {(cell.ending, cell.moment): cell for cell in cells}
     rows = [["ending", *moments, "limit"], ["---", *["---:"] * (len(moments) + 1)]]
