@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
@@ -172,7 +171,7 @@ def test_an_interrupt_of_the_waiting_lets_go_of_what_was_held(take: Take, hold: 
 
     def interrupt(seconds: float, holder: DeviceHolder) -> None:
         assert is_busy(take, "GPU-a")
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         take("GPU-a", "GPU-b", wait_s=math.inf, waiting=interrupt)
