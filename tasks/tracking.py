@@ -45,6 +45,14 @@ from tasks.mlflow_run import STATUS_TAG, git_commit, mlflow_run, mlflow_status, 
 SHIP_WITHIN_S = 60.0
 GROUPS = ("completed", "filtered", "failed")
 PACKAGES = ("torch", "transformers", "ray", "prefect", "mlflow")
+TOLD_BY_CAUSE = {
+    "cancelled": "cancelled",
+    "KeyboardInterrupt": "cancelled",
+    "TerminationSignal": "cancelled",
+    TIMED_OUT: "failed",
+    "deadline": "failed",
+}
+"""What a receipt's cause says of the run, where the flow could say no more."""
 CRASHED = "crashed"
 """Status of a run whose flow was killed: it has no words of its own."""
 
@@ -137,15 +145,16 @@ def build_summary(
 def late_summary(run: RunRecord, receipt: Receipt) -> dict[str, Any]:
     """The summary of a run whose flow was killed before it wrote one. If it had begun to end the
     run by itself, the receipt has its own word for why."""
-    said = f"the flow was killed before it told how the run went; the run's end: {receipt.cause}"
+    said = f"the flow could not tell how the run went; the run's end: {receipt.cause}"
     return _summary(run, receipt, {"teardown": receipt.seconds}, late_status(receipt), said)
 
 
 def late_status(receipt: Receipt) -> str:
     """The status of such a run."""
-    completed = COMPLETED if receipt.clean else "failed"
-    known = {"completed": completed, "cancelled": "cancelled", TIMED_OUT: "failed"}
-    return known.get(receipt.cause, CRASHED)
+    if receipt.cause == "completed":
+        return COMPLETED if receipt.clean else "failed"
+    told = "failed" if receipt.cause[:1].isupper() else CRASHED  # an exception's name
+    return TOLD_BY_CAUSE.get(receipt.cause, told)
 
 
 def _summary(

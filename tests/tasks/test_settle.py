@@ -83,6 +83,9 @@ def points(run: RunRecord) -> int:
         ("supervisor died", "crashed"),
         ("cancelled", "cancelled"),
         ("completed", "completed"),
+        ("TrainingError", "failed"),  # the disk was full when it was to be told
+        ("KeyboardInterrupt", "cancelled"),
+        ("deadline", "failed"),
     ],
 )
 def test_a_run_without_summary_gets_one_and_its_attempt_an_end(
