@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 MakeDoor = Callable[..., Any]
 
 
-def test_a_killed_flow_leaves_nothing_and_goes_on(stage: Stage, door: MakeDoor) -> None:
-    cell = Cell("kill-flow", "owner died", KILLED, "checkpoint", orderly=True, resume=True)
+def test_a_killed_flow_leaves_nothing_and_can_go_on(stage: Stage, door: MakeDoor) -> None:
+    cell = Cell("kill-flow", "owner died", KILLED, "checkpoint", orderly=True)
     play(stage, door(CommandLine), cell)
 
 
