@@ -100,6 +100,7 @@ def test_a_run_that_was_stopped_and_then_killed_goes_on_as_the_same_run(opd: Sta
     assert [point.step for point in points] == list(range(1, steps + 1))
 
 
+@pytest.mark.long
 def test_a_killed_driver_is_started_again_and_the_teacher_stays(opd: StartRun) -> None:
     run = opd(*QUICK, f"training.steps={MANY}", "training.checkpoint_every=0")
     run.wait_for(lambda: run.trained_steps() >= 3, "three train steps")

@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 StartRun = Callable[..., Any]
 
 
+@pytest.mark.long
 def test_each_data_source_is_scored_by_its_own_teacher(opd: StartRun) -> None:
     few = ["training.steps=2", "training.prompts_per_step=96", "data.evaluation_rows=16"]
     run = opd(*few, "evaluation.samples=1", recipe="tiny_multi_teacher")

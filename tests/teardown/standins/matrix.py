@@ -27,7 +27,7 @@ GRACE_S = 1.0
 """How long a teacher that does not heed its stop signal is waited for."""
 DEADLINE_S = 5.0
 """How long a run with a deadline may take; its moment is reached long before."""
-LIMIT_S = 5.0
+LIMIT_S = 10.0
 """An ending in which nothing hangs is over within this time."""
 
 
