@@ -11,8 +11,7 @@ from contextlib import contextmanager
 
 from prefect._internal.concurrency.cancellation import CancelledError
 
-from opd_core.errors import OPDError, ServingError
-from opd_core.lifecycle.errors import LifecycleError
+from opd_core.errors import OPDError
 from opd_core.lifecycle.handle import Supervisor
 from opd_core.lifecycle.leases import DeviceLease
 from opd_core.lifecycle.receipt_text import left_over
@@ -21,7 +20,7 @@ from opd_core.preflight import PreflightReport
 from tasks.ending import Ended, end_experiment
 from tasks.environment import RunRecord, resolve_key
 from tasks.guard import Guard, TimedOut
-from tasks.session import Session
+from tasks.session import Session, as_serving_error
 from tasks.settle import settle_command
 from tasks.signals import postponed, undisturbed
 from tasks.tracking import Tracker
@@ -69,7 +68,7 @@ def experiment(
 
 
 def _start_supervisor(run: RunRecord, lease: DeviceLease | None) -> Supervisor:
-    try:
+    with as_serving_error():
         return Supervisor.start(
             run_dir=run.directory,
             run_id=run.run_id,
@@ -79,5 +78,3 @@ def _start_supervisor(run: RunRecord, lease: DeviceLease | None) -> Supervisor:
             settle=settle_command(run.directory),
             registry=Registry.of_user(),
         )
-    except LifecycleError as error:
-        raise ServingError(str(error)) from None

@@ -17,6 +17,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -27,7 +28,7 @@ from prefect.runtime import deployment, flow_run
 from opd_core.errors import OPDError
 from opd_core.lifecycle.process import executable_name, read_stat
 from tasks.console import warn
-from tasks.flow_state import CANCELLED, api_states
+from tasks.flow_state import CANCELLED, ApiStates, api_states
 
 WORKER_GONE = "worker gone"
 ENDED_IN_PREFECT = "ended in Prefect"
@@ -53,6 +54,8 @@ class Guard:
     ``launched`` says that a worker or a runner started it. :attr:`cause` is why the guard ended the
     flow, empty if it did not. ``read_state`` returns None where the state is not known.
 
+    ``close`` lets go of what ``read_state`` holds, in the thread that called it.
+
     Two things are told later, when they are known: :attr:`end_with_worker`, until then the flow
     outlives its worker; and :attr:`end_run`, which ends the run where ``end_flow`` is None because
     this process cannot be sent a signal.
@@ -67,11 +70,13 @@ class Guard:
         clock: Callable[[], float] = time.monotonic,
         end_flow: Callable[[str], None] | None,
         let_go: Callable[[], None] | None = None,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self.cause = ""
         self.end_with_worker = False
         self.end_run: Callable[[str], object] | None = None
         self._read_state = read_state
+        self._close = close
         self._read_launchers = read_launchers or launchers
         self._clock = clock
         self._end_flow = end_flow
@@ -86,7 +91,7 @@ class Guard:
     def __enter__(self) -> Self:
         if self._launched:
             self._start(self.check_launchers, LAUNCHERS_EVERY_S)
-        self._start(self.check_state, STATE_EVERY_S)
+        self._start(self.check_state, STATE_EVERY_S, self._close)
         return self
 
     def __exit__(
@@ -135,10 +140,15 @@ class Guard:
         cancelled = CANCELLED if get_intent() == "cancel" else ""
         return self.cause or cancelled or type(error).__name__
 
-    def _start(self, check: Callable[[], None], every_s: float) -> None:
+    def _start(
+        self, check: Callable[[], None], every_s: float, at_end: Callable[[], None] = lambda: None
+    ) -> None:
         def watch() -> None:
-            while not self._stopped.wait(every_s):
-                check()
+            try:
+                while not self._stopped.wait(every_s):
+                    check()
+            finally:
+                at_end()
 
         # Prefect keeps its API's address and its logger in context variables.
         context = contextvars.copy_context()
@@ -159,8 +169,10 @@ def guard_flow() -> Guard:
     """The guard of the flow run that this is called in; outside of one it does nothing."""
     flow_run_id = str(flow_run.id or "")
     launched = bool(flow_run_id and deployment.id) and os.environ.get(RUNNER_MARK) == "false"
+    in_prefect = _StateInPrefect(flow_run_id)
     return Guard(
-        lambda: _state_in_prefect(flow_run_id) if flow_run_id else None,
+        in_prefect.read,
+        close=in_prefect.close,
         launched=launched,
         end_flow=terminate_this_process if _takes_signals() else None,
     )
@@ -182,13 +194,33 @@ def launchers() -> Launchers:
     return tuple(found)
 
 
-def _state_in_prefect(flow_run_id: str) -> StateType | None:
-    try:
-        with api_states(flow_run_id, API_TIMEOUT_S, retries=0) as states:
-            state = states.read()
-    except Exception:  # the API is away for a while: the run goes on
-        return None
-    return state.type if state is not None else None
+class _StateInPrefect:
+    """The state of a flow run, asked for by one thread. Its client is kept while the API answers:
+    making one costs thirty times what a look does."""
+
+    def __init__(self, flow_run_id: str) -> None:
+        self._id = flow_run_id
+        self._open = ExitStack()
+        self._states: ApiStates | None = None
+
+    def read(self) -> StateType | None:
+        """None where it is not known, and outside of a flow run."""
+        if not self._id:
+            return None
+        try:
+            if self._states is None:
+                states = api_states(self._id, API_TIMEOUT_S, retries=0)
+                self._states = self._open.enter_context(states)
+            state = self._states.read()
+        except Exception:  # the API is away for a while: the run goes on
+            self.close()
+            return None
+        return state.type if state is not None else None
+
+    def close(self) -> None:
+        """Let the client go."""
+        self._states = None
+        self._open.close()
 
 
 def terminate_this_process(cause: str) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from opd_core.tracking.journal import JournalRecord
-from opd_core.tracking.mlflow_sink import RUN_TAG, MlflowRun, MlflowSink, connect
+from opd_core.tracking.mlflow_sink import MlflowRun, MlflowSink, find_run
 from opd_core.tracking.sink import Ending, Sink
 from tasks.environment import RunRecord
 from tasks.mlflow_run import ATTEMPTS_TAG, STATUS_TAG, mlflow_run, mlflow_status
@@ -43,7 +43,7 @@ def track_late(run: RunRecord, status: str) -> Tracker:
 
 
 def _sink(run: MlflowRun, status: str) -> Sink:
-    found = _find(run)
+    found = find_run(run)
     if found is not None and _is_complete(found, run, status):
         return CompleteSink(str(found.info.run_id))
     return MlflowSink(run)
@@ -54,14 +54,3 @@ def _is_complete(found: Any, run: MlflowRun, status: str) -> bool:
     tags = found.data.tags
     told = (found.info.status, tags.get(STATUS_TAG), tags.get(ATTEMPTS_TAG))
     return told == (mlflow_status(status), status, run.tags[ATTEMPTS_TAG])
-
-
-def _find(run: MlflowRun) -> Any:
-    """The run in MLflow as it stands there; None where there is none."""
-    client = connect(run.tracking_uri)
-    experiment = client.get_experiment_by_name(run.experiment)
-    if experiment is None:
-        return None
-    tagged = f"tags.`{RUN_TAG}` = '{run.tags[RUN_TAG]}'"
-    found = client.search_runs([experiment.experiment_id], tagged, max_results=1)
-    return found[0] if found else None

@@ -21,6 +21,15 @@ from opd_core.training.jobs import StudentJob
 from tasks.environment import RunRecord
 
 
+@contextmanager
+def as_serving_error() -> Iterator[None]:
+    """What the supervisor raises, as an error of the run."""
+    try:
+        yield
+    except LifecycleError as error:
+        raise ServingError(str(error)) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Where the Jobs API answers; ``owned`` is a head that this run started, with its temp dir."""
@@ -70,32 +79,24 @@ class Session:
 
     def spawn(self, spec: ChildSpec) -> None:
         """Start a process under the supervisor. Raises :class:`ServingError`."""
-        try:
+        with as_serving_error():
             self.supervisor.spawn(spec)
-        except LifecycleError as error:
-            raise ServingError(str(error)) from None
 
     def note(self, event: str, **facts: Any) -> None:
         """Write a line into the run's ledger. Raises :class:`ServingError`."""
-        try:
+        with as_serving_error():
             self.supervisor.note(event, **facts)
-        except LifecycleError as error:
-            raise ServingError(str(error)) from None
 
     def still_alive(self, *children: str, but: Collection[str] = ()) -> None:
         """Raise :class:`ServingError`, with the log's tail, if one of these processes (all, if none
         is named) has died; those in ``but`` are looked after elsewhere."""
-        try:
+        with as_serving_error():
             self.supervisor.raise_if_dead(*children, but=but)
-        except LifecycleError as error:
-            raise ServingError(str(error)) from None
 
     def stop(self, child: str) -> None:
         """Stop one process of the run. Raises :class:`ServingError`."""
-        try:
+        with as_serving_error():
             self.supervisor.stop(child)
-        except LifecycleError as error:
-            raise ServingError(str(error)) from None
 
     def child_exit(self, child: str) -> int | None:
         """The return code of a process of the run; None while it lives."""

@@ -14,11 +14,19 @@ from pathlib import Path
 
 from .process import die_with_parent
 
-# As in launch.py: nothing but the standard library, and this folder after it.
+# The package is found through the folder above it. That is appended, so that nothing in it can hide
+# a module of the standard library, and the package around it is not imported.
 _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); "
-    "from lifecycle.bond import main; sys.exit(main(sys.argv[2:]))"
+    "from lifecycle.{module} import main; sys.exit(main(sys.argv[2:]))"
 )
+
+
+def isolated(interpreter: str, module: str, *arguments: str) -> list[str]:
+    """Return a command that calls `main` of a module of this package, which sees nothing but the
+    standard library: no site packages, no environment variable of Python's, no working folder."""
+    folder = str(Path(__file__).parent.parent)
+    return [interpreter, "-I", "-S", "-c", _BOOT.format(module=module), folder, *arguments]
 
 
 def bind_to(parent_pid: int) -> Callable[[], None]:
@@ -39,8 +47,7 @@ def bound(command: Sequence[str]) -> list[str]:
     For `subprocess`, in any thread. A program that cannot be started is named on stderr, with exit
     status 1.
     """
-    folder = str(Path(__file__).parent.parent)
-    return [sys.executable, "-I", "-S", "-c", _BOOT, folder, str(os.getpid()), *command]
+    return isolated(sys.executable, "bond", str(os.getpid()), *command)
 
 
 def main(arguments: list[str]) -> str:

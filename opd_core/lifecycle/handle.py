@@ -335,11 +335,13 @@ class Supervisor:
             ) from None
 
     def _await_receipt(self, give_up_at: float) -> Receipt:
-        while not self._has_answered() and time.monotonic() < give_up_at:
+        while not (self._last_word() or self._process.has_ended()):
+            if time.monotonic() >= give_up_at:
+                break
             self._conversation.listen(give_up_at - time.monotonic(), also=self._process.pidfd)
         self._conversation.listen()
-        if self._order.settle and self._conversation.receipt is not None:
-            return self._conversation.receipt
+        if (receipt := self._last_word()) is not None:
+            return receipt
         cause = "supervisor died" if self._process.has_ended() else "supervisor hung"
         self._process.kill()
         # An exception in this process may have torn the message; the file is whole or absent.
@@ -349,10 +351,9 @@ class Supervisor:
             or self._end_without_supervisor(cause)
         )
 
-    def _has_answered(self) -> bool:
+    def _last_word(self) -> Receipt | None:
         """A supervisor that stays to see the run settled has said all with the receipt."""
-        told = bool(self._order.settle) and self._conversation.receipt is not None
-        return told or self._process.has_ended()
+        return self._conversation.receipt if self._order.settle else None
 
     def _end_without_supervisor(self, cause: str) -> Receipt:
         teardown_s = self._order.teardown_s

@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
+from .bond import isolated
 from .errors import LifecycleError, SupervisorNotStarted
 from .order import RunOrder
 from .process import open_pidfd, signal_pidfd, wait_pidfd
@@ -17,12 +17,6 @@ from .records import RUN_MARKER, check_name
 
 SUPERVISOR_LOG = "supervisor.log"
 _DEATH_S = 10.0
-# The package is found through the folder above it. That is appended, so that nothing in it can hide
-# a module of the standard library, and the package around it is not imported.
-_BOOT = (
-    "import sys; sys.path.append(sys.argv[1]); "
-    "from lifecycle.supervisor import main; sys.exit(main(sys.argv[2:]))"
-)
 
 
 class SupervisorLaunch:
@@ -34,7 +28,7 @@ class SupervisorLaunch:
         self.pidfd = open_pidfd(popen.pid)
 
     def has_ended(self) -> bool:
-        return wait_pidfd(self.pidfd, 0.0)
+        return self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:
         """Return True once it has ended, False after `timeout_s`."""
@@ -43,7 +37,7 @@ class SupervisorLaunch:
     def kill(self) -> None:
         """SIGKILL it if it still runs, and wait for its death; its children die with it."""
         signal_pidfd(self.pidfd, signal.SIGKILL)
-        wait_pidfd(self.pidfd, _DEATH_S)
+        self.wait(_DEATH_S)
 
     def close(self) -> None:
         """Collect the ended process and let its descriptor go."""
@@ -78,8 +72,7 @@ def launch(order: RunOrder, interpreter: str) -> SupervisorLaunch:
 
     Raises SupervisorNotStarted if the interpreter cannot be started.
     """
-    command = [interpreter, "-I", "-S", "-c", _BOOT, str(Path(__file__).parent.parent)]
-    command += [json.dumps(order.to_wire())]
+    command = isolated(interpreter, "supervisor", json.dumps(order.to_wire()))
     try:
         with (order.run_dir / SUPERVISOR_LOG).open("ab") as log:
             popen = subprocess.Popen(

@@ -107,6 +107,14 @@ def connect(uri: str) -> Any:
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
+def find_run(run: MlflowRun) -> Any:
+    """The run as it stands in MLflow; None where there is none. Nothing of it is made."""
+    with _first_use(run.tracking_uri):
+        client = connect(run.tracking_uri)
+        experiment = client.get_experiment_by_name(run.experiment)
+    return experiment and _find(client, experiment.experiment_id, run.tags.get(RUN_TAG))
+
+
 class MlflowSink:
     """A sink that writes one MLflow run. Calls are synchronous and may raise what MLflow raises.
 

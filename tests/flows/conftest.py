@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from deployments.drill.watching import living
+from tests.teardown.stage import Prefect
+
 ROOT = Path(__file__).parents[2]
 WAIT_S = 240.0
 
@@ -74,24 +77,11 @@ class OpdRun:
 
     def processes(self) -> list[int]:
         """Living processes that carry the run's mark in their environment."""
-        return _marked(f"OPD_RUN_ID={self.directory().name}")
+        return list(living(f"OPD_RUN_ID={self.directory().name}"))
 
     def strays(self) -> list[int]:
         """Living processes that were started by the command or by what it started."""
-        return [pid for pid in _marked(f"PREFECT_HOME={self.home}") if pid != self.process.pid]
-
-
-def _marked(variable: str) -> list[int]:
-    return [pid for pid, values in _environments() if variable.encode() in values.split(b"\0")]
-
-
-def _environments() -> Iterator[tuple[int, bytes]]:
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                yield int(folder.name), (folder / "environ").read_bytes()
-            except OSError:
-                continue
+        return [pid for pid in living(f"PREFECT_HOME={self.home}") if pid != self.process.pid]
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = WAIT_S) -> None:
@@ -152,40 +142,9 @@ def opd(tmp_path: Path, prefect_api: str) -> Iterator[Callable[..., OpdRun]]:
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Prefect server on SQLite, for all runs of the session."""
-    import httpx
-
-    from opd_core.lifecycle.ports import reserve_ports
-
-    home = tmp_path_factory.mktemp("prefect-server")
-    with reserve_ports(1) as reserved:
-        port = reserved.ports[0]
-    url = f"http://127.0.0.1:{port}/api"
-    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "0"}
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1"]
-    with (home / "server.log").open("w") as log:
-        server = subprocess.Popen(
-            [*command, "--port", str(port)],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    server = Prefect(tmp_path_factory.mktemp("prefect-server"))
     try:
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            try:
-                if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            assert server.poll() is None, (home / "server.log").read_text()
-            assert time.monotonic() < deadline, "the Prefect server did not start"
-            time.sleep(0.5)
-        yield url
+        server.start()
+        yield server.url
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(timeout=30)
-        finally:
-            if server.poll() is None:
-                os.killpg(server.pid, signal.SIGKILL)
+        server.close()

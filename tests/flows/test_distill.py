@@ -6,18 +6,18 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.teardown.stage import foreigners
 
 pytestmark = pytest.mark.slow
 
@@ -31,38 +31,8 @@ StartRun = Callable[..., Any]
 @pytest.fixture
 def foreign_ray(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A Ray cluster that no run started."""
-    from opd_core.config import ExperimentConfig
-    from opd_core.lifecycle.ports import reserve_ports
-    from opd_core.recipe import load_recipe
-    from opd_core.training.head import PORT_FLAGS, head_command, write_token
-    from opd_core.training.jobs import connect_jobs
-
-    config: ExperimentConfig = load_recipe("deployments/recipes/tiny.yaml")
-    temp_dir = Path(tempfile.mkdtemp(prefix="foreign-"))
-    token = write_token(temp_dir / "token")
-    with reserve_ports(len(PORT_FLAGS)) as reserved:
-        ports = reserved.ports
-    command = head_command(config, ports, temp_dir, temp_dir / "token")
-    with (tmp_path / "foreign.log").open("w") as log:
-        head = subprocess.Popen(
-            command.argv, env=os.environ | dict(command.env), stdout=log, stderr=log
-        )
-    try:
-        connect_jobs(
-            command.dashboard, token, limit_s=120, still_alive=lambda: _assert_running(head)
-        )
-        yield head
-    finally:
-        head.terminate()
-        try:
-            head.wait(timeout=60)
-        finally:
-            head.kill()
-        shutil.rmtree(temp_dir, ignore_errors=True)
-
-
-def _assert_running(process: subprocess.Popen[bytes]) -> None:
-    assert process.poll() is None
+    with foreigners(tmp_path) as foreign:
+        yield foreign.ray
 
 
 def assert_nothing_left(run: Any) -> None:

@@ -63,6 +63,20 @@ def world() -> World:
     return World()
 
 
+def test_what_the_looks_hold_is_let_go_by_the_thread_that_looked() -> None:
+    closed: list[str] = []
+    closing = threading.Event()
+
+    def close() -> None:
+        closed.append(threading.current_thread().name)
+        closing.set()
+
+    with Guard(lambda: None, launched=False, end_flow=None, close=close):
+        assert not closed
+    assert closing.wait(30)
+    assert closed == ["guard"]
+
+
 def test_a_flow_ends_when_its_worker_has_gone(world: World) -> None:
     guard = world.guard()
     guard.check_launchers()

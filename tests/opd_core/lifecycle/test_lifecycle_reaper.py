@@ -22,6 +22,7 @@ from opd_core.lifecycle.process import ProcessId, boot_id, identify, is_running,
 from opd_core.lifecycle.reaper import forget, look, reap
 from opd_core.lifecycle.records import ChildSpec, PortState, ScratchState, read_receipt
 from opd_core.lifecycle.registry import RegisteredRun, Registry
+from tests.opd_core.lifecycle.counted_settle import CountedSettle
 
 Order = Callable[..., ChildSpec]
 Announced = Callable[[str], ProcessId]
@@ -45,26 +46,12 @@ print(json.dumps([each.settled for each in reaped]))
 """
 
 
-@dataclass(frozen=True)
-class DeadRun:
-    """A run of which nobody is left, with a settle command that counts its calls in `record`.
-
-    The owner's pid is in use again, by the process that runs the tests.
-    """
+@dataclass(frozen=True, kw_only=True)
+class DeadRun(CountedSettle):
+    """A run of which nobody is left. The owner's pid is in use again, by the process that runs the
+    tests."""
 
     run_id: str
-    folder: Path
-    registry: Registry
-    record: Path
-
-    @property
-    def settle(self) -> tuple[str, ...]:
-        script = 'echo "$(pwd -P) ${OPD_RUN_ID-nomark}" >> "$0"'
-        return ("/bin/sh", "-c", script, str(self.record))
-
-    @property
-    def settled_once(self) -> str:
-        return f"{self.folder} nomark\n"
 
     @property
     def ledger(self) -> Path:
@@ -120,7 +107,12 @@ class DeadRun:
 @pytest.fixture
 def dead(tmp_path: Path, run_id: str) -> DeadRun:
     folder = tmp_path.resolve()
-    return DeadRun(run_id, folder / "run", Registry(folder / "registry"), folder / "record")
+    return DeadRun(
+        run_id=run_id,
+        folder=folder / "run",
+        registry=Registry(folder / "registry"),
+        record=folder / "record",
+    )
 
 
 @pytest.fixture

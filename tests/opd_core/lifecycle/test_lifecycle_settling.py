@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +32,7 @@ from opd_core.lifecycle.process import ProcessId, identify, is_running, kill_exa
 from opd_core.lifecycle.records import ChildSpec, Receipt, read_receipt
 from opd_core.lifecycle.registry import Registry
 from opd_core.lifecycle.settling import run_settle_command
+from tests.opd_core.lifecycle.counted_settle import CountedSettle
 
 Order = Callable[..., ChildSpec]
 Announced = Callable[[str], ProcessId]
@@ -43,23 +43,8 @@ WaitUntil = Callable[..., None]
 StartOwner = Callable[..., tuple[subprocess.Popen[str], ProcessId]]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(CountedSettle):
     """Where a test's run lies, and what is known of its settling."""
-
-    folder: Path
-    registry: Registry
-    record: Path
-
-    @property
-    def settle(self) -> tuple[str, ...]:
-        """A command that notes where it ran, and the markers that it carries."""
-        script = 'echo "$(pwd -P) ${OPD_RUN_ID-no}${OPD_RUN_CHILD-mark}" >> "$0"'
-        return ("/bin/sh", "-c", script, str(self.record))
-
-    @property
-    def settled_once(self) -> str:
-        return f"{self.folder} nomark\n"
 
     def noted(self, event: str) -> list[dict[str, Any]]:
         return [record.facts for record in self.ledger() if record.event == event]
@@ -70,7 +55,11 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run(tmp_path.resolve() / "run", Registry(tmp_path / "registry"), tmp_path / "record")
+    return Run(
+        folder=tmp_path.resolve() / "run",
+        registry=Registry(tmp_path / "registry"),
+        record=tmp_path / "record",
+    )
 
 
 @pytest.fixture
