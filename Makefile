@@ -12,15 +12,18 @@ PIP_ARGS ?=
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 CODE = flows tasks opd_core deployments tests
 
-.PHONY: install demo test test-long test-teardown test-servers check lint format bench models clean
+.PHONY: install browser demo test test-long test-teardown test-servers check lint format bench models clean
 
 install:
 	@.ci/make_env $(PYTHON) $(PIP_ARGS)
 
+browser:
+	@.ci/browser
+
 demo: install
 	.venv/bin/opd run tiny
 
-test: install
+test: install browser
 	$(PYTEST)
 
 test-long: install

@@ -1,4 +1,5 @@
-"""``opd``: run an experiment, check a recipe, end what dead runs have left, prepare models.
+"""``opd``: run an experiment, check a recipe, end what dead runs have left, prepare models; compare
+and report runs (results.py).
 
 Exit status: 0 the run completed and left nothing; 1 it failed; 2 the recipe or the machine does not
 fit and nothing was started; 130 interrupted.
@@ -7,19 +8,14 @@ fit and nothing was started; 130 interrupted.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-from opd_core.errors import ConfigError, DataError, OPDError, PreflightError
+from deployments import results
+from deployments.doors import RECIPES, SetOption, fail, find_recipe, guarded
 from opd_core.quiet import apply_defaults
-
-T = TypeVar("T")
-RECIPES = Path(__file__).with_name("recipes")
-NOTHING_STARTED = (ConfigError, PreflightError, DataError)
 
 app = typer.Typer(
     help="On-policy distillation as one experiment.",
@@ -28,9 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 RecipeArgument = Annotated[str, typer.Argument(help="A shipped recipe's name, or a YAML file")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting")
-]
 
 
 def main() -> None:
@@ -63,15 +56,15 @@ def run(
     With --resume or --fork the recipe is that run's own.
     """
     if recipe is None and not (resume or fork):
-        _fail("expected a recipe, or a run: --resume RUN, --fork RUN; see `opd recipes`", 2)
+        fail("expected a recipe, or a run: --resume RUN, --fork RUN; see `opd recipes`", 2)
     request: dict[str, Any] = {
         "recipe": str(find_recipe(recipe or "tiny")),
         "overrides": overrides or [],
         "resume": resume,
         "fork": fork,
     }
-    _guarded(lambda: _check_plan(**request))
-    _guarded(lambda: _run(request, as_json))
+    guarded(lambda: _check_plan(**request))
+    guarded(lambda: _run(request, as_json))
 
 
 def _run(request: dict[str, Any], as_json: bool) -> None:
@@ -95,7 +88,7 @@ def check(
     from deployments.checking import check as check_recipe
 
     path = find_recipe(recipe)
-    if not _guarded(lambda: check_recipe(path, overrides or [], as_json=as_json)):
+    if not guarded(lambda: check_recipe(path, overrides or [], as_json=as_json)):
         raise typer.Exit(2)
 
 
@@ -114,7 +107,7 @@ def probe(
 
     ask = partial(probe_endpoint, url, backend=backend, tokenizer=tokenizer, key=key)
     ask = partial(ask, max_concurrency=max_concurrency, context=context, as_json=as_json)
-    if not _guarded(ask):
+    if not guarded(ask):
         raise typer.Exit(1)
 
 
@@ -132,7 +125,7 @@ def drill(
 
     path = str(find_recipe(recipe))
     hold = partial(rehearse, ending, moment, path, overrides or [], as_json=as_json)
-    if not _guarded(partial(hold, show_list=show_list)):
+    if not guarded(partial(hold, show_list=show_list)):
         raise typer.Exit(1)
 
 
@@ -154,11 +147,11 @@ def reap(
     from tasks.reaping import forget_run, reap_dead_runs
 
     if forget is not None:
-        if why := _guarded(partial(forget_run, forget)):
-            _fail(why, 1)
+        if why := guarded(partial(forget_run, forget)):
+            fail(why, 1)
         typer.echo(f"{forget} is struck out; what lacks of its final state stays so")
         return
-    report = _guarded(lambda: reap_dead_runs(dry_run))
+    report = guarded(lambda: reap_dead_runs(dry_run))
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     elif report.lines:
@@ -171,21 +164,9 @@ def reap(
         raise typer.Exit(1)
 
 
-@app.command()
-def receipt(
-    run: Annotated[str, typer.Argument(help="Run id or directory")],
-    overrides: SetOption = None,
-) -> None:
-    """Show what a run started, how each process ended, and that nothing is left."""
-    from opd_core.lifecycle.receipt_text import receipt_text
-    from opd_core.lifecycle.records import read_receipt
-    from opd_core.training.lineage import find_run
-
-    directory = _guarded(lambda: find_run(run, find_recipe("tiny"), overrides or []))
-    found = read_receipt(directory)
-    if found is None:
-        _fail(f"{directory} holds no receipt: the run lives, or died; see `opd reap --dry-run`", 1)
-    typer.echo(receipt_text(found))
+for about_runs in (results.receipt, results.report, results.compare, results.sync):
+    app.command()(about_runs)
+app.command("eval")(results.evaluate)
 
 
 @app.command()
@@ -216,22 +197,10 @@ def prepare(
     from opd_core.recipe import cache_dir
 
     if what not in PREPARATIONS:
-        _fail(f"unknown: {what!r}; there is: {', '.join(sorted(PREPARATIONS))}", 2)
-    _guarded(
+        fail(f"unknown: {what!r}; there is: {', '.join(sorted(PREPARATIONS))}", 2)
+    guarded(
         lambda: PREPARATIONS[what](cache_dir(), lambda text: typer.echo(text, err=True), device)
     )
-
-
-def find_recipe(name: str) -> Path:
-    """A file as it is named, or a shipped recipe by its name."""
-    file = Path(name)
-    if file.suffix in (".yaml", ".yml") or file.exists():
-        return file
-    shipped = RECIPES / f"{name}.yaml"
-    if not shipped.is_file():
-        there = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
-        _fail(f"no recipe {name!r}: expected a YAML file, or one of: {there}", 2)
-    return shipped
 
 
 def _check_plan(recipe: str, overrides: list[str], **earlier: str | None) -> None:
@@ -239,22 +208,6 @@ def _check_plan(recipe: str, overrides: list[str], **earlier: str | None) -> Non
     from opd_core.training.lineage import plan_run
 
     plan_run(recipe, overrides, **earlier)
-
-
-def _guarded(action: Callable[[], T]) -> T:
-    try:
-        return action()
-    except NOTHING_STARTED as error:
-        _fail(str(error), 2)
-    except OPDError as error:
-        _fail(str(error), 1)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(status)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Serve the flows without a work pool: ``python -m deployments.serve``.
 
 Needs a Prefect server (``PREFECT_API_URL``); runs started in its UI are then executed here, one
-experiment at a time. The janitor runs beside it.
+experiment at a time. Comparisons and the janitor run beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from prefect.client.schemas.objects import (
 from prefect.deployments.runner import RunnerDeployment
 
 import flows  # noqa: F401  (sets the defaults that Prefect reads when it is imported)
+from flows.compare import compare
 from flows.distill import DistillRequest, distill
 from flows.janitor import janitor
 
@@ -24,12 +25,17 @@ RECIPE = Path(__file__).with_name("recipes") / "tiny.yaml"
 EVERY_QUARTER = "*/15 * * * *"
 
 
-def deployments() -> tuple[RunnerDeployment, RunnerDeployment]:
-    """Both flows, as they are served."""
+def deployments() -> tuple[RunnerDeployment, ...]:
+    """All flows, as they are served."""
     experiment = distill.to_deployment(
         name="distill",
         description="One on-policy-distillation experiment, from its checks to its report",
         parameters={"request": DistillRequest(recipe=str(RECIPE)).model_dump()},
+        concurrency_limit=_one_at_a_time(ConcurrencyLimitStrategy.ENQUEUE),
+    )
+    comparing = compare.to_deployment(
+        name="compare",
+        description="Which of several runs was better, and how sure that is",
         concurrency_limit=_one_at_a_time(ConcurrencyLimitStrategy.ENQUEUE),
     )
     cleaning = janitor.to_deployment(
@@ -38,7 +44,7 @@ def deployments() -> tuple[RunnerDeployment, RunnerDeployment]:
         cron=EVERY_QUARTER,
         concurrency_limit=_one_at_a_time(ConcurrencyLimitStrategy.CANCEL_NEW),
     )
-    return cast(RunnerDeployment, experiment), cast(RunnerDeployment, cleaning)
+    return tuple(cast(RunnerDeployment, each) for each in (experiment, comparing, cleaning))
 
 
 def _one_at_a_time(further: ConcurrencyLimitStrategy) -> ConcurrencyLimitConfig:
@@ -47,7 +53,7 @@ def _one_at_a_time(further: ConcurrencyLimitStrategy) -> ConcurrencyLimitConfig:
 
 def main() -> None:
     """Serve until Ctrl-C."""
-    serve(*deployments(), limit=2)
+    serve(*deployments(), limit=3)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from prefect.runtime import flow_run
 
+from opd_core.analysis.report import write_report
 from opd_core.lifecycle.leases import DeviceLease
 from opd_core.lifecycle.records import Receipt
 from opd_core.training.attempts import end_attempt
@@ -26,7 +28,8 @@ from tasks.flow_state import settle_earlier
 from tasks.hooks import UNSETTLED, Unsettled
 from tasks.receipts import show_receipt
 from tasks.session import Session
-from tasks.tracking import Tracker, build_summary, show_summary, write_model_card, write_summary
+from tasks.summary import build_summary, show_summary, write_model_card, write_summary
+from tasks.tracking import Tracker
 
 API_TIMEOUT_S = 10.0
 KEEP_LOGS_S = 5.0
@@ -90,13 +93,19 @@ def _conclude(
     summary = session.summary = build_summary(run, receipt, session.seconds, error)
     summary["server_restarts"] = session.restarts
     summary["job_restarts"] = session.job_restarts
+    summary["findings"] += _of_sinks(session, summary["findings"])
+    if tracker is not None:
+        summary["tracking"] = tracker.told
     with _told("the summary"):
         write_summary(run, summary)
     with _told("the model card"):
         write_model_card(run, session.checked, summary)
+    with _told("the report"):
+        write_report(run.directory)
     if tracker is not None:
         with _told("the end of tracking"):
             summary["mlflow_run_id"] = tracker.finish(summary)
+            summary["tracking"] = tracker.told
             write_summary(run, summary)
     with _told("the end of the attempt"):
         end_attempt(run.directory, summary["status"])
@@ -104,6 +113,12 @@ def _conclude(
         show_summary(summary)
     complete = tracker is not None and tracker.complete
     return _earlier_are_settled(run) and complete
+
+
+def _of_sinks(session: Session, known: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What was seen while the run was under way and no journal tells: sinks that lag."""
+    names = {finding["name"] for finding in known}
+    return [asdict(found) for found in session.detection.findings if found.name not in names]
 
 
 def _earlier_are_settled(run: RunRecord) -> bool:

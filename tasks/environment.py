@@ -42,6 +42,7 @@ from opd_core.whole_file import write_whole
 from tasks.cards import card_table, cards_markdown, summary_line, write_cards
 from tasks.console import CONSOLE, TERMINAL, announce, logger, warn
 from tasks.hooks import try_again
+from tasks.provenance import add_provenance
 
 MARGIN_S = 30.0
 PAIR_CHECK_KEY = "pair-check"
@@ -109,8 +110,8 @@ def _tried_before(config: ExperimentConfig) -> Path | None:
 
 @task(name="open run directory", cache_policy=NO_CACHE)
 def open_run(plan: RunPlan, checked: PreflightReport) -> RunRecord:
-    """Create ``<root>/<name>-<id>/``, or take up that of ``plan.resume``, with the resolved recipe
-    and the pair check cards in it.
+    """Create ``<root>/<name>-<id>/``, or take up that of ``plan.resume``, with the resolved
+    recipe, the provenance of this attempt and the pair check cards in it.
 
     Raises :class:`~opd_core.errors.ConfigError` or :class:`~opd_core.errors.PreflightError` for a
     run that cannot be continued.
@@ -131,6 +132,7 @@ def open_run(plan: RunPlan, checked: PreflightReport) -> RunRecord:
     (directory / LOGS_FOLDER).mkdir(exist_ok=True)
     run = RunRecord(history.run_id, directory, config, history)
     write_config(run)
+    add_provenance(directory, config, history.attempts[-1].started_at)
     write_cards(directory, checked.cards)
     return run
 

@@ -51,6 +51,7 @@ def experiment(
             guard.end_run = supervisor.end
             session = Session(run, checked, supervisor, keys, seconds={"checks": checked.seconds})
         tracker = Tracker.start(run, checked)
+        session.shipping = tracker.report
         yield session
     except BaseException as raised:  # also Prefect's termination signal and Ctrl-C
         error = raised

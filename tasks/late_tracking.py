@@ -1,21 +1,64 @@
-"""Tracking of a run whose flow has died: the whole journal once more, for whoever lacks some of it.
+"""Tracking of a run that has ended: the whole journal once more, for whoever lacks some of it.
 
 Nothing is sent twice: MLflow takes only points that its history lacks, TensorBoard's files are
-written anew.
+written anew. Used by ``tasks.settle``, which leaves alone what is marked as complete, and by
+``tasks.sync``, which compares every point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fcntl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from opd_core.errors import OPDError
+from opd_core.lifecycle.records import RECEIPT_FILE, Receipt
 from opd_core.tracking.journal import JournalRecord
-from opd_core.tracking.mlflow_sink import MlflowRun, MlflowSink, find_run
+from opd_core.tracking.mlflow_sink import COMPLETE_TAG, MlflowRun, MlflowSink, find_run
 from opd_core.tracking.sink import Ending, Sink
+from opd_core.training.attempts import end_attempt
+from opd_core.training.files import RUN_FILE, SUMMARY_FILE
 from tasks.environment import RunRecord
 from tasks.mlflow_run import ATTEMPTS_TAG, STATUS_TAG, mlflow_run, mlflow_status
+from tasks.summary import late_summary, read_summary, write_summary
 from tasks.tracking import Tracker
+
+
+class Lacking(OPDError):
+    """Something of a run could not be written where it belongs."""
+
+
+class Reasons(list[str]):
+    """Why a run is not settled. One part that fails does not keep the others from their turn."""
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Take down what goes wrong in here."""
+        try:
+            yield
+        except Exception as error:
+            first, *_ = str(error).strip().splitlines() or [""]
+            kind = "" if isinstance(error, OPDError) else f"{type(error).__name__}: "
+            self.append(f"{what}: {kind}{first}")
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """One process at a time. Raises :class:`Lacking` also while the run has no receipt."""
+    try:
+        receipt = (directory / RECEIPT_FILE).open("r+b")  # NFS locks only what can be written
+    except FileNotFoundError:
+        raise Lacking(f"expected {directory / RECEIPT_FILE}: it has not ended yet") from None
+    with receipt:
+        try:
+            fcntl.flock(receipt, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Lacking("another process is settling it right now") from None
+        yield
 
 
 class CompleteSink:
@@ -37,12 +80,62 @@ class CompleteSink:
         """Nothing is open."""
 
 
-def track_late(run: RunRecord, status: str) -> Tracker:
-    """Start to bring everywhere what is lacking there of a run that ended with this status."""
-    return Tracker.through(run, partial(_sink, mlflow_run(run), status))
+@dataclass(frozen=True, slots=True)
+class LateTracking:
+    """A run's summary, written where nobody did, on its way to everywhere."""
+
+    run: RunRecord
+    summary: dict[str, Any]
+    tracker: Tracker
+
+    @classmethod
+    def believing(cls, run: RunRecord, receipt: Receipt, reasons: Reasons) -> LateTracking:
+        """Start to bring what is lacking. An MLflow that says that it has everything is believed,
+        and nothing of the run is touched there."""
+        summary = _summary(run, receipt, reasons)
+        sink = partial(_believing_sink, mlflow_run(run), str(summary["status"]))
+        return cls(run, summary, Tracker.through(run, sink if run.config.tracking.mlflow else None))
+
+    @classmethod
+    def comparing(
+        cls, run: RunRecord, receipt: Receipt, reasons: Reasons, mlflow: MlflowRun | None
+    ) -> LateTracking:
+        """Start to bring what is lacking, point by point, to this MLflow or to none."""
+        summary = _summary(run, receipt, reasons)
+        sink = None if mlflow is None else partial(MlflowSink, mlflow)
+        return cls(run, summary, Tracker.through(run, sink))
+
+    def finish(self, within_s: float, reasons: Reasons, **how: Any) -> str | None:
+        """Ship the rest, as :meth:`Tracker.finish` does. Returns MLflow's run id."""
+        mlflow_run_id = self.tracker.finish(self.summary, within_s, **how)
+        reasons.extend(self.tracker.lacking)
+        return mlflow_run_id
+
+    def write_down(self, mlflow_run_id: str | None, reasons: Reasons) -> None:
+        """Let the run's own summary tell what it did not know: where the run is tracked, and that
+        what was lacking has come."""
+        known = mlflow_run_id in (None, self.summary["mlflow_run_id"])
+        if known and all(sink["complete"] for sink in self.summary.get("tracking", {}).values()):
+            return
+        told = {"mlflow_run_id": mlflow_run_id or self.summary["mlflow_run_id"]}
+        with reasons.of(SUMMARY_FILE):
+            write_summary(self.run, self.summary | told | {"tracking": self.tracker.told})
 
 
-def _sink(run: MlflowRun, status: str) -> Sink:
+def _summary(run: RunRecord, receipt: Receipt, reasons: Reasons) -> dict[str, Any]:
+    """The run's summary, written where nobody did, with the attempt's status."""
+    summary = read_summary(run.directory)
+    if summary is None:
+        summary = late_summary(run, receipt)
+        with reasons.of(SUMMARY_FILE):
+            write_summary(run, summary)
+    if not run.history.attempts[-1].status:
+        with reasons.of(RUN_FILE):
+            end_attempt(run.directory, str(summary["status"]))
+    return summary
+
+
+def _believing_sink(run: MlflowRun, status: str) -> Sink:
     found = find_run(run)
     if found is not None and _is_complete(found, run, status):
         return CompleteSink(str(found.info.run_id))
@@ -50,7 +143,7 @@ def _sink(run: MlflowRun, status: str) -> Sink:
 
 
 def _is_complete(found: Any, run: MlflowRun, status: str) -> bool:
-    """The status is the last thing that a run is given, so whoever has that has everything."""
+    """Whoever ended it as it ended, in its latest attempt, and said that everything is there."""
     tags = found.data.tags
-    told = (found.info.status, tags.get(STATUS_TAG), tags.get(ATTEMPTS_TAG))
-    return told == (mlflow_status(status), status, run.tags[ATTEMPTS_TAG])
+    told = (found.info.status, *map(tags.get, (STATUS_TAG, ATTEMPTS_TAG, COMPLETE_TAG)))
+    return told == (mlflow_status(status), status, run.tags[ATTEMPTS_TAG], "true")

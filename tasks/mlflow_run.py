@@ -11,10 +11,17 @@ from pathlib import Path
 from prefect.runtime import deployment
 
 from opd_core.preflight import PreflightReport
-from opd_core.tracking.mlflow_sink import RUN_TAG, MlflowRun, flatten_params, tracking_uri
+from opd_core.tracking.mlflow_sink import (
+    RUN_TAG,
+    MlflowRun,
+    artifact_root,
+    flatten_params,
+    tracking_uri,
+)
 from opd_core.tracking.sink import RunStatus
 from tasks.environment import RunRecord
 
+KIND_TAG, RUN_KIND = "opd.kind", "run"
 STATUS_TAG, ATTEMPTS_TAG = "opd.status", "opd.attempts"
 MLFLOW_STATUS: dict[str, RunStatus] = {"completed": "FINISHED", "cancelled": "KILLED"}
 
@@ -46,24 +53,29 @@ def mlflow_status(status: str) -> RunStatus:
     return MLFLOW_STATUS.get(status, "FAILED")
 
 
-def mlflow_run(run: RunRecord, checked: PreflightReport | None = None) -> MlflowRun:
-    """The run as MLflow is to keep it. Without ``checked`` (the flow is dead) what only the flow
-    knew is left out, and stays as it is in MLflow."""
+def mlflow_run(
+    run: RunRecord, checked: PreflightReport | None = None, uri: str | None = None
+) -> MlflowRun:
+    """The run as MLflow is to keep it, by default where its recipe says. Without ``checked`` (the
+    flow is at its end) the run is over, and what only the flow knew stays as it is in MLflow."""
     config = run.config
-    root = run.directory.parent
+    uri = uri or tracking_uri(config.tracking, run.directory.parent)
     return MlflowRun(
-        tracking_uri=tracking_uri(config.tracking, root),
-        artifact_root=root / "mlartifacts" if config.tracking.mlflow_uri is None else None,
+        tracking_uri=uri,
+        artifact_root=artifact_root(uri),
         experiment=config.tracking.experiment,
         run_name=run.run_id,
         params=flatten_params(config.resolved()),
         tags=_tags(run) | (_tags_of_the_flow(checked) if checked is not None else {}),
+        began_at_s=run.history.attempts[0].started_at,
+        over=checked is None,
     )
 
 
 def _tags(run: RunRecord) -> dict[str, str]:
     tags = {
         RUN_TAG: run.run_id,
+        KIND_TAG: RUN_KIND,
         ATTEMPTS_TAG: str(len(run.history.attempts)),
         "opd.recipe": run.config.name,
         "opd.recipe_hash": recipe_hash(run),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from opd_core.analysis.detectors import RunFacts
 from opd_core.config import OPDTeacherConfig
 from opd_core.errors import ServingError
 from opd_core.lifecycle.errors import LifecycleError
@@ -17,8 +18,11 @@ from opd_core.lifecycle.records import ChildSpec
 from opd_core.preflight import PreflightReport
 from opd_core.scoring.facts import TeacherFacts
 from opd_core.serving.servers import Server
+from opd_core.tracking.shipper import ShippingReport
 from opd_core.training.jobs import StudentJob
+from tasks.console import warn
 from tasks.environment import RunRecord
+from tasks.findings import LiveDetection
 
 
 @contextmanager
@@ -46,7 +50,8 @@ class Session:
 
     ``servers`` are those that the run started, with their present ports, by the name of their
     process. Of the student's, ``loading`` are those that were started again and not seen well
-    since, ``given_up`` those that are not started again any more.
+    since, ``given_up`` those that are not started again any more. ``shipping`` tells how far the
+    journal has got.
     """
 
     run: RunRecord
@@ -63,6 +68,12 @@ class Session:
     job_restarts: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+    shipping: Callable[[], ShippingReport | None] = lambda: None
+    detection: LiveDetection = field(init=False)
+
+    def __post_init__(self) -> None:
+        facts = RunFacts.of(self.run.config.resolved())
+        self.detection = LiveDetection(facts, lambda finding: warn(str(finding)))
 
     @property
     def key_environment(self) -> dict[str, str]:

@@ -8,36 +8,25 @@ caller kills it after two minutes, so every wait here is bounded.
 
 from __future__ import annotations
 
-import fcntl
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-from opd_core.errors import OPDError, ServingError
+from opd_core.errors import ServingError
 from opd_core.lifecycle.ledger import LEDGER_FILE, read_ledger
-from opd_core.lifecycle.records import RECEIPT_FILE, Receipt, read_receipt
+from opd_core.lifecycle.records import Receipt, read_receipt
 from opd_core.quiet import apply_defaults
-from opd_core.training.attempts import end_attempt, read_history
-from opd_core.training.files import RUN_FILE, SUMMARY_FILE
+from opd_core.training.attempts import read_history
+from opd_core.training.files import RUN_FILE
 from opd_core.training.jobs import HTTP_ERRORS, StudentJob, connect_jobs
-from tasks.environment import RunRecord
 from tasks.flow_state import RunEnd, api_states, settle_earlier, settle_flow_run
-from tasks.late_tracking import track_late
+from tasks.late_tracking import Lacking, LateTracking, Reasons, alone
+from tasks.summary import late_status
 from tasks.temporary_server import configured_api, ensure_prefect_api, lasting_api
-from tasks.tracking import (
-    Tracker,
-    late_status,
-    late_summary,
-    load_run,
-    read_summary,
-    write_summary,
-)
+from tasks.tracking import load_run
 
 ALL_S = 105.0
 """All of it together, a little less than the caller allows."""
@@ -48,24 +37,6 @@ SERVER_START_S = 45.0
 API_TIMEOUT_S = 10.0
 CONFIGURED = "env"
 """In place of Prefect's API: the one that environment and profile name."""
-
-
-class Lacking(OPDError):
-    """Something of a run could not be settled."""
-
-
-class Reasons(list[str]):
-    """Why a run is not settled. One part that fails does not keep the others from their turn."""
-
-    @contextmanager
-    def of(self, what: str) -> Iterator[None]:
-        """Take down what goes wrong in here."""
-        try:
-            yield
-        except Exception as error:
-            first, *_ = str(error).strip().splitlines() or [""]
-            kind = "" if isinstance(error, OPDError) else f"{type(error).__name__}: "
-            self.append(f"{what}: {kind}{first}")
 
 
 def settle_command(directory: Path) -> tuple[str, ...]:
@@ -94,7 +65,7 @@ def settle(directory: Path, tracking_s: float = TRACKING_S) -> list[str]:
     if not (directory / RUN_FILE).is_file():
         print(f"{directory}: the run directory was removed, nothing can be written from it")
         return reasons
-    with reasons.of("the run"), _alone(directory):
+    with reasons.of("the run"), alone(directory):
         _settle(directory, reasons, tracking_s)
     return reasons
 
@@ -103,54 +74,18 @@ def _settle(directory: Path, reasons: Reasons, tracking_s: float) -> None:
     give_up_at = time.monotonic() + ALL_S
     receipt = read_receipt(directory)
     assert receipt is not None, "whoever holds its lock has found it"
-    tracking: _Tracking | None = None
+    tracking: LateTracking | None = None
     with reasons.of("the ledger"):
         for address, job_id in _cluster_jobs(receipt.run_id, directory):
             with reasons.of(f"Ray job {job_id} at {address}"):
                 _stop_job(address, job_id)
     with reasons.of("the run directory"):
-        tracking = _Tracking.start(load_run(directory), receipt, reasons)
+        tracking = LateTracking.believing(load_run(directory), receipt, reasons)
     with reasons.of("Prefect"):
         _settle_in_prefect(directory, receipt)
     if tracking is not None:
         left_s = max(min(tracking_s, give_up_at - time.monotonic()), LEAST_TRACKING_S)
-        tracking.finish(left_s, reasons)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tracking:
-    """A run's summary on its way to everywhere."""
-
-    run: RunRecord
-    summary: dict[str, Any]
-    tracker: Tracker
-
-    @classmethod
-    def start(cls, run: RunRecord, receipt: Receipt, reasons: Reasons) -> _Tracking:
-        summary = _summary(run, receipt, reasons)
-        return cls(run, summary, track_late(run, str(summary["status"])))
-
-    def finish(self, within_s: float, reasons: Reasons) -> None:
-        mlflow_run_id = self.tracker.finish(self.summary, within_s)
-        reasons.extend(self.tracker.lacking)
-        if mlflow_run_id and self.summary["mlflow_run_id"] != mlflow_run_id:
-            with reasons.of("the summary"):
-                write_summary(self.run, self.summary | {"mlflow_run_id": mlflow_run_id})
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """One process at a time. Raises :class:`Lacking` also while the run has no receipt."""
-    try:
-        receipt = (directory / RECEIPT_FILE).open("r+b")  # NFS locks only what can be written
-    except FileNotFoundError:
-        raise Lacking(f"expected {directory / RECEIPT_FILE}: it has not ended yet") from None
-    with receipt:
-        try:
-            fcntl.flock(receipt, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Lacking("another process is settling it right now") from None
-        yield
+        tracking.write_down(tracking.finish(left_s, reasons), reasons)
 
 
 def _cluster_jobs(run_id: str, directory: Path) -> list[tuple[str, str]]:
@@ -183,19 +118,6 @@ def _refuses(address: str) -> bool:
         return True
     except OSError:
         return False
-
-
-def _summary(run: RunRecord, receipt: Receipt, reasons: Reasons) -> dict[str, Any]:
-    """The run's summary, written where nobody did, with the attempt's status."""
-    summary = read_summary(run.directory)
-    if summary is None:
-        summary = late_summary(run, receipt)
-        with reasons.of(SUMMARY_FILE):
-            write_summary(run, summary)
-    if not run.history.attempts[-1].status:
-        with reasons.of(RUN_FILE):
-            end_attempt(run.directory, str(summary["status"]))
-    return summary
 
 
 def _settle_in_prefect(directory: Path, receipt: Receipt) -> None:

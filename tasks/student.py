@@ -53,7 +53,9 @@ def run_jobs(session: Session, client: Any) -> None:
     """Jobs on the cluster of ``client``, until one completes the training."""
     progress = TrainingProgress(session.run.config.training.steps)
     reader = JournalReader(session.run.directory / JOURNAL_FILE)
-    for record in _read(reader):  # of earlier attempts
+    earlier = _read(reader)
+    session.detection.skip(earlier)
+    for record in earlier:
         progress.skip(record.train_step, record.metrics)
     with progress:
         while not _run_job(session, client, reader, progress):
@@ -164,8 +166,10 @@ class _Follower:
         if now >= self._next_status:
             self._next_status = now + STATUS_EVERY_S
             self._ask_status()
-        for record in _read(self._reader):
+        records = _read(self._reader)
+        for record in records:
             self._progress.show(record.train_step, record.metrics)
+        self._session.detection.see(records, self._session.shipping())
         if self._status in ENDED:
             raise _JobEnded
 

@@ -1,85 +1,73 @@
-"""What is told of a run: parameters, tags, metrics, artifacts, the summary and the model card."""
+"""The run's journal on its way to MLflow and TensorBoard, and what is kept there beside it."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import logging
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from opd_core.errors import DataError
 from opd_core.lifecycle.ledger import LEDGER_FILE
-from opd_core.lifecycle.records import RECEIPT_FILE, Receipt
+from opd_core.lifecycle.records import RECEIPT_FILE
 from opd_core.preflight import PreflightReport
 from opd_core.recipe import load_recipe
 from opd_core.tracking.journal import JournalReader
 from opd_core.tracking.mlflow_sink import MlflowSink, bound_http_waits
-from opd_core.tracking.shipper import Shipper, SinkFactory
+from opd_core.tracking.shipper import Shipper, ShippingReport, SinkFactory
 from opd_core.tracking.sink import Artifact, Ending
 from opd_core.tracking.tensorboard_sink import TensorBoardSink
-from opd_core.training.attempts import COMPLETED, can_go_on, read_history
+from opd_core.training.attempts import read_history
 from opd_core.training.files import (
     CONFIG_FILE,
+    EVALUATIONS_FOLDER,
     JOURNAL_FILE,
     LOGS_FOLDER,
     MODEL_CARD_FILE,
+    PROVENANCE_FILE,
+    REPORT_FILE,
     RESULT_FILE,
     RUN_FILE,
     SUMMARY_FILE,
 )
 from opd_core.training.forks import name_of
-from opd_core.training.results import RunNumbers, RunResult, read_result, summarise
-from opd_core.whole_file import write_whole
-from tasks.console import CONSOLE, TERMINAL, announce, log, print_result, warn
+from tasks.console import warn
 from tasks.environment import RunRecord
-from tasks.guard import TIMED_OUT
-from tasks.mlflow_run import STATUS_TAG, git_commit, mlflow_run, mlflow_status, recipe_hash
+from tasks.mlflow_run import STATUS_TAG, mlflow_run, mlflow_status
 
 SHIP_WITHIN_S = 60.0
-GROUPS = ("completed", "filtered", "failed")
-PACKAGES = ("torch", "transformers", "ray", "prefect", "mlflow")
-TOLD_BY_CAUSE = {
-    "cancelled": "cancelled",
-    "KeyboardInterrupt": "cancelled",
-    "TerminationSignal": "cancelled",
-    TIMED_OUT: "failed",
-    "deadline": "failed",
-}
-"""What a receipt's cause says of the run, where the flow could say no more."""
-CRASHED = "crashed"
-"""Status of a run whose flow was killed: it has no words of its own."""
+KEPT = (
+    *(CONFIG_FILE, JOURNAL_FILE, RESULT_FILE, SUMMARY_FILE, MODEL_CARD_FILE, REPORT_FILE),
+    *(RUN_FILE, PROVENANCE_FILE, LEDGER_FILE, RECEIPT_FILE, EVALUATIONS_FOLDER, LOGS_FOLDER),
+)
+"""What MLflow keeps of a run directory as artifacts."""
 
 
 class Tracker:
-    """The run's journal on its way to MLflow and TensorBoard."""
+    """The run's journal on its way to MLflow and TensorBoard.
+
+    ``lacking`` is what has not arrived, known after :meth:`finish`.
+    """
 
     def __init__(self, run: RunRecord, shipper: Shipper) -> None:
         self._run = run
         self._shipper = shipper
+        self._finished = False
         self.lacking: tuple[str, ...] = ("tracking is not at its end",)
-        """What has not arrived, known after :meth:`finish`."""
 
     @classmethod
     def start(cls, run: RunRecord, checked: PreflightReport) -> Tracker:
         """Start shipping in the background; returns at once."""
-        return cls.through(run, partial(MlflowSink, mlflow_run(run, checked)))
+        sink = partial(MlflowSink, mlflow_run(run, checked))
+        return cls.through(run, sink if run.config.tracking.mlflow else None)
 
     @classmethod
-    def through(cls, run: RunRecord, mlflow: SinkFactory) -> Tracker:
+    def through(cls, run: RunRecord, mlflow: SinkFactory | None) -> Tracker:
         """Start shipping, to MLflow through this sink."""
         bound_http_waits()
-        config = run.config
         sinks: dict[str, SinkFactory] = {}
-        if config.tracking.mlflow:
+        if mlflow is not None:
             sinks["mlflow"] = mlflow
-        if config.tracking.tensorboard:
+        if run.config.tracking.tensorboard:
             sinks["tensorboard"] = partial(TensorBoardSink, run.directory / "tensorboard")
         shipper = Shipper(JournalReader(run.directory / JOURNAL_FILE), sinks)
         shipper.start()
@@ -88,20 +76,44 @@ class Tracker:
     @property
     def mlflow_run_id(self) -> str | None:
         """MLflow's id of the run, once it has one."""
-        sink = self._shipper.report().sinks.get("mlflow")
+        sink = self.report().sinks.get("mlflow")
         return sink.reference if sink else None
+
+    def report(self) -> ShippingReport:
+        """What has arrived by now."""
+        return self._shipper.report()
 
     @property
     def complete(self) -> bool:
         """Whether everything has arrived everywhere; known after :meth:`finish`."""
-        return self._shipper.report().complete
+        return self.report().complete
 
-    def finish(self, summary: Mapping[str, Any], within_s: float = SHIP_WITHIN_S) -> str | None:
-        """Ship the rest and the final status; never raises. Returns MLflow's run id; what did not
-        arrive is then in :attr:`lacking`."""
+    @property
+    def told(self) -> dict[str, dict[str, Any]]:
+        """What a summary says of each sink; whether it is complete is known after
+        :meth:`finish`."""
+        return {
+            name: {
+                "shipped": sink.shipped,
+                "failed_attempts": sink.failed_attempts,
+                "cpu_s": round(sink.cpu_s, 3),
+                "last_error": sink.last_error,
+                "complete": sink.complete if self._finished else None,
+            }
+            for name, sink in self.report().sinks.items()
+        }
+
+    def finish(
+        self,
+        summary: Mapping[str, Any],
+        within_s: float = SHIP_WITHIN_S,
+        *,
+        kept: Sequence[str] = KEPT,
+        progress: Callable[[ShippingReport], None] = lambda report: None,
+    ) -> str | None:
+        """Ship the rest, the ``kept`` files of the run directory and the final status; never
+        raises. Returns MLflow's run id; what did not arrive is then in :attr:`lacking`."""
         run = self._run
-        kept = [CONFIG_FILE, JOURNAL_FILE, RESULT_FILE, SUMMARY_FILE, MODEL_CARD_FILE]
-        kept += [RUN_FILE, LEDGER_FILE, RECEIPT_FILE, LOGS_FOLDER]
         status = str(summary["status"])
         ending = Ending(
             status=mlflow_status(status),
@@ -109,11 +121,16 @@ class Tracker:
             artifacts=tuple(
                 Artifact(run.directory / name) for name in kept if (run.directory / name).exists()
             ),
+            at_s=_ended_at(run.directory),
         )
-        report = self._shipper.close(within_s, ending)
+        report = self._shipper.close(within_s, ending, progress)
+        self._finished = True
+        if report.journal_error is not None:
+            warn(f"the journal cannot be read to its end: {report.journal_error}")
         self.lacking = tuple(
             f"{name} is incomplete ({sink.shipped} of {report.records_read} records; "
-            f"{sink.last_error}); {run.directory / JOURNAL_FILE} holds everything"
+            f"{sink.last_error}); {run.directory / JOURNAL_FILE} holds everything, and later "
+            f"`opd sync {name_of(run.directory)}` brings it"
             for name, sink in report.sinks.items()
             if not sink.complete
         )
@@ -122,197 +139,16 @@ class Tracker:
         return self.mlflow_run_id
 
 
+def _ended_at(directory: Path) -> float | None:
+    """Unix time at which all that the run had started was ended."""
+    try:
+        return (directory / RECEIPT_FILE).stat().st_mtime
+    except OSError:
+        return None
+
+
 def load_run(directory: Path) -> RunRecord:
     """The run in ``directory``, as it was started last. Raises
     :class:`~opd_core.errors.ConfigError`."""
     history = read_history(directory)
     return RunRecord(history.run_id, directory, load_recipe(directory / CONFIG_FILE), history)
-
-
-def build_summary(
-    run: RunRecord, receipt: Receipt, seconds: Mapping[str, float], error: BaseException | None
-) -> dict[str, Any]:
-    """What ``summary.json`` holds, for a run that ended in any way."""
-    status = COMPLETED
-    if error is not None:
-        status = "failed" if isinstance(error, Exception) else "cancelled"
-    elif not receipt.clean:
-        status = "failed"
-    said = "" if error is None else f"{type(error).__name__}: {error}"
-    return _summary(run, receipt, seconds, status, said)
-
-
-def late_summary(run: RunRecord, receipt: Receipt) -> dict[str, Any]:
-    """The summary of a run whose flow was killed before it wrote one. If it had begun to end the
-    run by itself, the receipt has its own word for why."""
-    said = f"the flow could not tell how the run went; the run's end: {receipt.cause}"
-    return _summary(run, receipt, {"teardown": receipt.seconds}, late_status(receipt), said)
-
-
-def late_status(receipt: Receipt) -> str:
-    """The status of such a run."""
-    if receipt.cause == "completed":
-        return COMPLETED if receipt.clean else "failed"
-    told = "failed" if receipt.cause[:1].isupper() else CRASHED  # an exception's name
-    return TOLD_BY_CAUSE.get(receipt.cause, told)
-
-
-def _summary(
-    run: RunRecord, receipt: Receipt, seconds: Mapping[str, float], status: str, error: str
-) -> dict[str, Any]:
-    told = partial(_tell, run, receipt, seconds, status, error)
-    try:
-        return told(_read_result(run), _read_numbers(run))
-    except Exception as broken:  # whatever the job left, there must be a summary
-        warn(f"what the job left makes no summary: {type(broken).__name__}: {broken}")
-        return told(RunResult(status="failed"), summarise([]))
-
-
-def _tell(
-    run: RunRecord,
-    receipt: Receipt,
-    seconds: Mapping[str, float],
-    status: str,
-    error: str,
-    result: RunResult,
-    numbers: RunNumbers,
-) -> dict[str, Any]:
-    return {
-        "status": status,
-        "error": error,
-        "run_id": run.run_id,
-        "attempts": len(run.history.attempts),
-        "recipe": run.config.name,
-        "seed": run.config.seed,
-        "train_steps": numbers.train_steps,
-        "stopped": result.stopped,
-        "accuracy": asdict(numbers.accuracy),
-        "pass_at": numbers.pass_at,
-        "opd_reverse_kl": asdict(numbers.opd_reverse_kl),
-        "groups": dict.fromkeys(GROUPS, 0) | {s: n for s, n in numbers.groups.items() if n},
-        "lost": numbers.lost,
-        "survivors": result.survivors,
-        "prompts": result.prompts,
-        "server_restarts": {},
-        "job_restarts": 0,
-        "seconds": {
-            name: round(value, 3)
-            for name, value in {**seconds, **result.seconds, **numbers.seconds}.items()
-        },
-        "teardown_clean": receipt.clean,
-        "mlflow_run_id": None,
-        "student_path": result.student_path,
-        "run_directory": str(run.directory),
-    }
-
-
-def _read_result(run: RunRecord) -> RunResult:
-    try:
-        return read_result(run.directory) or RunResult(status="failed")
-    except (OSError, ValueError, TypeError) as error:
-        warn(f"{RESULT_FILE} cannot be read: {error}")
-        return RunResult(status="failed")
-
-
-def _read_numbers(run: RunRecord) -> RunNumbers:
-    records = []
-    try:
-        records = JournalReader(run.directory / JOURNAL_FILE).read()
-    except (OSError, DataError) as error:
-        warn(f"the journal cannot be read to its end: {error}")
-    return summarise(records, since_s=run.history.attempts[-1].started_at)
-
-
-def write_summary(run: RunRecord, summary: Mapping[str, Any]) -> None:
-    """Write ``summary.json``; it appears whole or not at all."""
-    write_whole(run.directory / SUMMARY_FILE, json.dumps(summary, indent=2))
-
-
-def read_summary(directory: Path) -> dict[str, Any] | None:
-    """What :func:`write_summary` wrote; None where nobody has. Raises OSError or ValueError."""
-    try:
-        summary: dict[str, Any] = json.loads((directory / SUMMARY_FILE).read_bytes())
-    except FileNotFoundError:
-        return None
-    return summary
-
-
-def write_model_card(run: RunRecord, checked: PreflightReport, summary: Mapping[str, Any]) -> None:
-    """Write what the student is, where it comes from and how it was measured."""
-    opd, config = run.config.opd, run.config
-    teachers = {name: facts.fingerprint for name, facts in checked.teachers.items()}
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    lines = [
-        f"# {config.name}: a student distilled on-policy",
-        "",
-        config.description,
-        "",
-        f"- Base: `{config.student.model}` ({checked.student and checked.student.fingerprint})",
-        f"- Teachers: {teachers or [t.name for t in opd.teachers] if opd else 'none'}",
-        f"- Data: `{config.data.train}` {checked.data_sources}",
-        f"- Train steps: {summary['train_steps']}, seed {config.seed}, status {summary['status']}",
-        f"- Held-out accuracy (sampled): {_span(summary['accuracy'])}",
-        f"- opd_reverse_kl (nats/token, first and last five train steps): "
-        f"{_span(summary['opd_reverse_kl'])}",
-        f"- Groups: {summary['groups']}",
-        f"- Recipe hash {recipe_hash(run)}, code {git_commit()}, {versions}",
-    ]
-    if (forked_from := run.history.forked_from) is not None:
-        lines.append(f"- Began from train step {forked_from.train_step} of {forked_from.run_id}")
-    (run.directory / MODEL_CARD_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def show_summary(summary: Mapping[str, Any]) -> None:
-    """Tell the run's end: a table at the terminal, JSON on standard output if it was asked for.
-    Raises OSError if nobody takes that."""
-    log(logging.INFO, f"summary: {json.dumps(summary)}")
-    if TERMINAL.lines:
-        CONSOLE.print(_table(summary))
-        if summary["lost"] and summary["survivors"]:
-            # Below the table: a cell of it would break the lines.
-            CONSOLE.print(summary["survivors"], markup=False, soft_wrap=True)
-    directory = Path(summary["run_directory"])
-    if summary["status"] != COMPLETED and can_go_on(directory):
-        announce(f"continue it with: opd run --resume {name_of(directory)}")
-    if TERMINAL.summary_json:
-        print_result(json.dumps(summary))
-
-
-def _table(summary: Mapping[str, Any]) -> Table:
-    table = Table(title=f"{summary['run_id']}: {summary['status']}", show_header=False)
-    table.add_row("accuracy (held out, sampled)", _span(summary["accuracy"]))
-    table.add_row("opd_reverse_kl (nats/token)", _span(summary["opd_reverse_kl"]))
-    if summary["pass_at"]:
-        shares = (f"pass@{k} {share:.3f}" for k, share in summary["pass_at"].items())
-        table.add_row("held out, any of k answers", ", ".join(shares))
-    table.add_row("train steps", str(summary["train_steps"]))
-    if summary["stopped"]:
-        table.add_row("stopped early", Text(summary["stopped"]))
-    if summary["attempts"] > 1:
-        table.add_row("attempts", str(summary["attempts"]))
-    counts = (f"{count} {status}" for status, count in summary["groups"].items())
-    table.add_row("groups", ", ".join(counts))
-    if summary["lost"]:
-        causes = (f"{count} {cause}" for cause, count in summary["lost"].items())
-        table.add_row("lost", ", ".join(causes))
-    if summary["server_restarts"]:
-        table.add_row("servers started again", str(summary["server_restarts"]))
-    if summary["job_restarts"]:
-        table.add_row("job started again", str(summary["job_restarts"]))
-    seconds = sorted(summary["seconds"].items(), key=lambda item: -item[1])
-    table.add_row("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds))
-    table.add_row("teardown", "nothing left" if summary["teardown_clean"] else "NOT CLEAN")
-    table.add_row("student", summary["student_path"] or "-")
-    table.add_row("MLflow run", summary["mlflow_run_id"] or "-")
-    table.add_row("everything else", summary["run_directory"])
-    if summary["error"]:
-        table.add_row("error", Text(summary["error"]))
-    return table
-
-
-def _span(span: Mapping[str, Any]) -> str:
-    def number(key: str) -> str:
-        value, stderr = span[key], span[f"{key}_stderr"]
-        return "-" if value is None else f"{value:.3f} ± {stderr:.3f}"
-
-    return f"{number('before')} → {number('after')}"

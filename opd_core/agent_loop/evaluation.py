@@ -22,7 +22,8 @@ class Evaluation:
     """Accuracy over all samples, its standard error over questions, and the answers' length.
 
     ``by_source`` has accuracy and standard error of each data source, where there are several;
-    ``pass_at`` has pass@k and its standard error over questions for each k asked for.
+    ``pass_at`` has pass@k and its standard error over questions for each k asked for; ``groups``
+    are the judged answers of each question.
     """
 
     questions: int
@@ -33,6 +34,7 @@ class Evaluation:
     truncated_fraction: float
     by_source: dict[str, tuple[float, float]] = field(default_factory=dict)
     pass_at: dict[int, tuple[float, float]] = field(default_factory=dict)
+    groups: tuple[Group, ...] = field(default=(), repr=False)
 
     def metrics(self) -> dict[str, float]:
         """Metric names and values."""
@@ -93,6 +95,7 @@ async def evaluate(
         truncated_fraction=sum(r.truncated for r in rollouts) / len(rollouts),
         by_source=_by_source(groups),
         pass_at={k: _mean([_passes(group, k) for group in groups]) for k in pass_at},
+        groups=tuple(groups),
     )
 
 

@@ -179,8 +179,7 @@ class Survivors:
         dropped = {name: self.tallies[name] for name in DROPPED if self.tallies[name].groups}
         if not dropped:
             return ["no group was dropped"]
-        enough = [name for name, t in dropped.items() if min(t.groups, kept.groups) >= MIN_GROUPS]
-        if not enough:
+        if not (enough := self._enough):
             counts = ", ".join(f"{tally.groups} {name}" for name, tally in dropped.items())
             return [
                 f"too few groups to tell whether the losses bias the data: {kept.groups} kept, "
@@ -189,6 +188,20 @@ class Survivors:
         seen = [said for name in enough for said in _differences(name, dropped[name], kept)]
         none = f"no bias is seen in length, reward or data source of the {' and '.join(enough)}"
         return seen or [f"{none} groups"]
+
+    @property
+    def bias_z(self) -> float | None:
+        """The largest ``|z|`` by which dropped groups differ from kept ones in length, reward or
+        data source; None with too few groups to tell."""
+        kept = self.tallies[KEPT]
+        found = [_all_z(self.tallies[name], kept) for name in self._enough]
+        return max((abs(z) for of_one in found for z in of_one.values()), default=None)
+
+    @property
+    def _enough(self) -> list[str]:
+        """The outcomes of dropped groups of which, as of kept ones, there are enough to tell."""
+        kept = self.tallies[KEPT].groups
+        return [n for n in DROPPED if min(self.tallies[n].groups, kept) >= MIN_GROUPS]
 
     def as_counts(self) -> Mapping[str, int]:
         """Metric names and values: ``groups/<status>`` and ``lost/<cause>``."""
@@ -243,28 +256,40 @@ def _enough_z(first: Moments, second: Moments) -> float:
     return difference_z(first, second) if min(first.count, second.count) >= MIN_GROUPS else 0.0
 
 
+def _all_z(tally: Tally, kept: Tally) -> dict[str, float]:
+    """z of each way in which dropped groups may differ from the kept: ``length``, ``reward``, and
+    ``source <name>`` of each data source."""
+    found = {
+        "length": _enough_z(tally.length, kept.length),
+        "reward": _enough_z(tally.reward, kept.reward),
+    }
+    for source in sorted(tally.sources | kept.sources):
+        counts = tally.sources[source], tally.groups, kept.sources[source], kept.groups
+        found[f"source {source}"] = share_z(*counts)
+    return found
+
+
 def _differences(name: str, tally: Tally, kept: Tally) -> list[str]:
-    said = []
-    z = _enough_z(tally.length, kept.length)
-    if abs(z) >= BIASED_Z:
-        said.append(
+    seen = {what: z for what, z in _all_z(tally, kept).items() if abs(z) >= BIASED_Z}
+    return [_difference(what, z, name, tally, kept) for what, z in seen.items()]
+
+
+def _difference(what: str, z: float, name: str, tally: Tally, kept: Tally) -> str:
+    if what == "length":
+        return (
             f"{name} rollouts are {'longer' if z > 0 else 'shorter'} than kept ones: "
             f"{tally.length.shown(0)} tokens against {kept.length.shown(0)} (z = {z:.1f})"
         )
-    z = _enough_z(tally.reward, kept.reward)
-    if abs(z) >= BIASED_Z:
-        said.append(
+    if what == "reward":
+        return (
             f"{name} rollouts have a {'higher' if z > 0 else 'lower'} reward than kept ones: "
             f"{tally.reward.shown(2)} against {kept.reward.shown(2)} (z = {z:.1f})"
         )
-    for source in sorted(tally.sources | kept.sources):
-        z = share_z(tally.sources[source], tally.groups, kept.sources[source], kept.groups)
-        if abs(z) >= BIASED_Z:
-            said.append(
-                f"data_source {source!r} is {tally.share(source):.0%} of the {name} groups but "
-                f"{kept.share(source):.0%} of the kept (z = {z:.1f})"
-            )
-    return said
+    source = what.removeprefix("source ")
+    return (
+        f"data_source {source!r} is {tally.share(source):.0%} of the {name} groups but "
+        f"{kept.share(source):.0%} of the kept (z = {z:.1f})"
+    )
 
 
 def _outcome(status: Status) -> str:

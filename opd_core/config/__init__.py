@@ -5,7 +5,7 @@
 ``teacher``     the teacher side: servers, replicas, how teachers enter the advantage
 ``sampling``    who samples the student, and how far ahead
 ``student``     the rest of the student side: data, task, training, evaluation
-``run``         what is around them: Ray, devices, tracking, the run's directory
+``run``         what is around them: Ray, devices, tracking, costs, the run's directory
 ``experiment``  the whole, and the rules across the tree
 
 Reading this package costs milliseconds: it imports pydantic and nothing heavier. Unknown keys are
@@ -16,7 +16,7 @@ Files are read by :mod:`opd_core.recipe`; what a setting *means* is documented a
 from __future__ import annotations
 
 from opd_core.config.experiment import ExperimentConfig
-from opd_core.config.run import DevicesConfig, RayConfig, RunConfig, TrackingConfig
+from opd_core.config.run import CostConfig, DevicesConfig, RayConfig, RunConfig, TrackingConfig
 from opd_core.config.sampling import SamplingConfig
 from opd_core.config.serving import CONTEXT_MARGIN, Backend, LaunchConfig, ServerConfig
 from opd_core.config.student import (
@@ -50,6 +50,7 @@ __all__ = [
     "RayConfig",
     "DevicesConfig",
     "TrackingConfig",
+    "CostConfig",
     "RunConfig",
     "OPDConfig",
     "OPDTeacherConfig",

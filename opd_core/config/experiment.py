@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from opd_core.config.run import DevicesConfig, RayConfig, RunConfig, TrackingConfig
+from opd_core.config.run import CostConfig, DevicesConfig, RayConfig, RunConfig, TrackingConfig
 from opd_core.config.sampling import SamplingConfig
 from opd_core.config.student import (
     DataConfig,
@@ -41,6 +41,7 @@ class ExperimentConfig(Frozen):
     ray: RayConfig = RayConfig()
     devices: DevicesConfig = DevicesConfig()
     tracking: TrackingConfig = TrackingConfig()
+    cost: CostConfig | None = Field(None, description="null tells device time only, no money")
     run: RunConfig = RunConfig()
 
     @model_validator(mode="after")
@@ -171,6 +172,17 @@ class ExperimentConfig(Frozen):
             raise ValueError(
                 f"task.judge: task_adv_weight is {self.task_adv_weight}, so every rollout needs a "
                 "reward: name a judge, e.g. opd_core.agent_loop.judges:math"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _billed_by_somebody(self) -> Self:
+        names = [teacher.name for teacher in self.opd.teachers] if self.opd else []
+        billed = self.cost.teacher_million_tokens if self.cost else {}
+        if unknown := sorted(set(billed) - set(names)):
+            raise ValueError(
+                f"cost.teacher_million_tokens: no teacher is named {unknown[0]!r}; the teachers "
+                f"are: {', '.join(names) or 'none'}"
             )
         return self
 

@@ -1,10 +1,12 @@
-"""What is around an experiment: Ray, the devices' locks, tracking, the run's own directory."""
+"""What is around an experiment: Ray, the devices' locks, tracking, costs, the run's own
+directory."""
 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
@@ -55,12 +57,34 @@ class DevicesConfig(Frozen):
 
 
 class TrackingConfig(Frozen):
-    """Where the journal is shipped to."""
+    """Where the journal is shipped to, and what is recorded beside metrics."""
 
     mlflow: bool = True
     mlflow_uri: str | None = Field(None, description="null is SQLite in the run root")
     experiment: str = Field("opd", min_length=1)
     tensorboard: bool = True
+    system_metrics: bool = Field(True, description="Load of the host and of its GPUs (system/…)")
+    rollouts_kept: int = Field(
+        8, ge=0, description="Rollouts kept token by token in token_kl/: half the worst, half drawn"
+    )
+    rollouts_every: int = Field(
+        10, ge=1, description="Train steps between those; the first and the last keep some too"
+    )
+    answer_pattern: str | None = Field(
+        None,
+        min_length=1,
+        description="Regular expression whose last match begins the answer in a response; null is "
+        "after `</think>`, else at the last `\\boxed{`, `####` or `Answer:`, else at the start",
+    )
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _is_a_pattern(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"{value!r} is no regular expression: {error}") from None
+        return value
 
     @field_validator("mlflow_uri")
     @classmethod
@@ -68,6 +92,21 @@ class TrackingConfig(Frozen):
         """A relative path is one from the working directory, as ``run.root`` is. It becomes
         absolute: the end of a run may be tracked from another directory."""
         return None if value is None else _with_absolute_path(value)
+
+
+class CostConfig(Frozen):
+    """What a run's devices and teachers cost; metrics then tell money too."""
+
+    currency: str = Field("USD", min_length=1)
+    device_hour: float = Field(0.0, ge=0, description="An hour of one device of the student")
+    teacher_device_hour: float | None = Field(
+        None, ge=0, description="An hour of one device of a launched teacher; null is the same"
+    )
+    teacher_million_tokens: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="By teacher: a million tokens scored, prompts included; for those that are "
+        "billed by token",
+    )
 
 
 class RunConfig(Frozen):

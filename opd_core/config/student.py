@@ -184,6 +184,12 @@ class TrainingConfig(Frozen):
     )
     logprob_chunk_tokens: int = Field(512, ge=1, description="Positions whose logits live at once")
     gradient_checkpointing: bool = False
+    teacher_gradient_every: int = Field(
+        10,
+        ge=0,
+        description="Train steps between measurements of the teacher's own gradient norm, a "
+        "further forward and backward pass where the task reward trains too; 0 is never",
+    )
     actors: int = Field(1, ge=1, description="Data-parallel training actors (ranks)")
     shard_ranks: int | None = Field(
         None,

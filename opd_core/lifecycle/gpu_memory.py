@@ -12,7 +12,7 @@ from .records import DeviceState
 
 NOT_TOLD = -1
 """Stands for `after_mib` where the driver does not answer any more."""
-_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits")
+_GPU_FIELDS = "index,uuid,memory.used"
 _LIMIT_S = 10.0
 _LEAST_S = 1.0
 _SLICE_S = 0.25
@@ -30,12 +30,18 @@ class Gpu:
 def read_gpus(limit_s: float = 30.0) -> tuple[Gpu, ...]:
     """Return the GPUs of this host; none if nvidia-smi is missing, fails, or takes too long."""
     gpus = []
-    for line in _ask(limit_s).splitlines():
-        fields = [part.strip() for part in line.split(",")]
+    for fields in ask_driver(_GPU_FIELDS, limit_s):
         if len(fields) == 3:
             index, uuid, mib = fields
             gpus.append(Gpu(index, uuid, int(mib) if mib.isdecimal() else None))
     return tuple(gpus)
+
+
+def ask_driver(names: str, limit_s: float) -> tuple[tuple[str, ...], ...]:
+    """Return these fields of each GPU (names as `nvidia-smi --help-query-gpu` lists them, with
+    commas), in nvidia-smi's own units; none if it is missing, fails, or takes too long."""
+    lines = _ask(names, limit_s).splitlines()
+    return tuple(tuple(part.strip() for part in line.split(",")) for line in lines)
 
 
 def used_mib(devices: Sequence[str]) -> dict[str, int]:
@@ -83,11 +89,11 @@ def _used(devices: Sequence[str], limit_s: float) -> dict[str, int]:
     return {name: mib for name in devices if (mib := told.get(name)) is not None}
 
 
-def _ask(limit_s: float) -> str:
+def _ask(names: str, limit_s: float) -> str:
     """Return what nvidia-smi prints, "" if it does not succeed in time."""
     try:
         process = subprocess.Popen(
-            _QUERY,
+            ("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader,nounits"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -61,6 +61,8 @@ def reverse_kl_metrics(
       (linear interpolation).
     - `opd_abs_logprob_diff`: mean |k|. `opd_clamped_fraction`: share of tokens with a clamped k.
     - `advantage_mean`, `_std` (unbiased), `_min`, `_max`: of A *including* the OPD term.
+    - `advantage_top1pct_share`: the share of sum |A| that the largest N // 100 of the |A| carry,
+      the largest one where N < 200; 0.01 if all are alike.
     - `response_tokens`: N.
     - `opd_reverse_kl/<source>` and `response_tokens/<source>` per data source; sum k of a source
       over its own tokens.
@@ -97,12 +99,33 @@ def reverse_kl_metrics(
         "advantage_std": _std(adv),
         "advantage_min": adv.amin() if count else adv.new_zeros(()),
         "advantage_max": adv.amax() if count else adv.new_zeros(()),
+        "advantage_top1pct_share": _top_share(adv.abs(), max(count // 100, 1)),
         "response_tokens": k.new_full((), count),
     }
     ordered = k.sort().values
     for name, quantile in _QUANTILES.items():
         metrics[f"opd_reverse_kl_{name}"] = _sorted_quantile(ordered, quantile)
     return metrics | _per_source(k, source_index, sources)
+
+
+def teacher_metrics(
+    *,
+    old_logprobs: Float[Tensor, " N"],
+    reverse_kl: Float[Tensor, " N"],
+    opd_term: Float[Tensor, " N"],
+) -> dict[str, Float[Tensor, ""]]:
+    """What the teacher says of N valid response tokens, gathered over all ranks, in fp64.
+
+    - `teacher_logprob_std`: of teacher_logprobs = old_logprobs - k, in nats.
+    - `advantage_opd_std`: of the teacher's term of the advantage.
+
+    Both unbiased, 0 for fewer than two tokens.
+    """
+    teacher_logprobs = old_logprobs.detach().double() - reverse_kl.detach().double()
+    return {
+        "teacher_logprob_std": _std(teacher_logprobs),
+        "advantage_opd_std": _std(opd_term.detach().double()),
+    }
 
 
 def rollout_stderr(sums: Float[Tensor, " R"], counts: Num[Tensor, " R"]) -> Float[Tensor, ""]:
@@ -143,6 +166,13 @@ def _mean(values: Float[Tensor, " N"]) -> Float[Tensor, ""]:
 def _std(values: Float[Tensor, " N"]) -> Float[Tensor, ""]:
     """Unbiased standard deviation; 0 where N < 2."""
     return values.std(correction=1) if values.numel() > 1 else values.new_zeros(())
+
+
+def _top_share(values: Float[Tensor, " N"], number: int) -> Float[Tensor, ""]:
+    """Share of the sum that the `number` largest make up; values >= 0. 0 where the sum is 0."""
+    total = values.sum()
+    top = values.topk(min(number, values.numel())).values.sum()
+    return torch.where(total == 0, 0.0, top / total)
 
 
 def _sorted_quantile(ordered: Float[Tensor, " N"], quantile: float) -> Float[Tensor, ""]:

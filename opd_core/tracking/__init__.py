@@ -4,6 +4,7 @@ journal.py           `metrics.jsonl`: what the training driver appends and every
 shipper.py           threads of the flow process that bring the journal to the sinks
 sink.py              what a sink is, and how a run's end is told to it
 mlflow_sink.py       one MLflow run, fed by one thread
+mlflow_check.py      the journal against what MLflow has, point by point
 tensorboard_sink.py  event files, without torch or tensorflow
 names.py             metric names that both accept, and finite points
 

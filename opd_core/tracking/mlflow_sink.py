@@ -24,6 +24,8 @@ from opd_core.tracking.sink import Artifact, Ending, RunStatus
 
 RUN_TAG = "opd.run_id"
 """The tag by which a run is found again; give it in ``MlflowRun.tags``."""
+COMPLETE_TAG = "opd.complete"
+"""``true`` once a run has all that its ending names."""
 
 # MLflow allows 1000 metrics a call and 1 MB a request; half as many stay below 1 MB even with the
 # longest names in any script.
@@ -38,7 +40,8 @@ SQLITE = "sqlite:///"
 class MlflowRun:
     """Which run to create, or to go on with: one that carries the same ``opd.run_id`` tag in the
     experiment is taken up again. ``artifact_root`` is used when the experiment is created; None
-    leaves it to the server."""
+    leaves it to the server. ``began_at_s`` is its start in unix time, None is now; a run that is
+    ``over`` is not called running again."""
 
     tracking_uri: str
     artifact_root: Path | None
@@ -46,6 +49,8 @@ class MlflowRun:
     run_name: str
     params: Mapping[str, str]
     tags: Mapping[str, str]
+    began_at_s: float | None = None
+    over: bool = False
 
 
 def tracking_uri(config: TrackingConfig, run_root: Path) -> str:
@@ -63,6 +68,13 @@ def tracking_uri(config: TrackingConfig, run_root: Path) -> str:
             f"got {database!r}: use another root, or name a server in tracking.mlflow_uri"
         )
     return SQLITE + database
+
+
+def artifact_root(uri: str) -> Path | None:
+    """Where an experiment that is created keeps its artifacts: beside SQLite's database. None where
+    a server knows a place."""
+    path, _, _ = uri.removeprefix(SQLITE).partition("?")
+    return Path(path).parent / "mlartifacts" if uri.startswith(SQLITE) and path else None
 
 
 def flatten_params(config: Mapping[str, Any]) -> dict[str, str]:
@@ -89,7 +101,8 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def bound_http_waits(environ: MutableMapping[str, str] = os.environ) -> None:
     """Defaults for this process, where the environment does not say otherwise: MLflow gives up on a
-    silent server within about a minute instead of many, and sends no telemetry.
+    silent server within about a minute instead of many, sends no telemetry, and leaves standard
+    output alone.
 
     MLflow reads them from the environment of the whole process, so this belongs into a program's
     start, before the first sink is created.
@@ -98,6 +111,7 @@ def bound_http_waits(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
     environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 
 def connect(uri: str) -> Any:
@@ -108,11 +122,17 @@ def connect(uri: str) -> Any:
 
 
 def find_run(run: MlflowRun) -> Any:
-    """The run as it stands in MLflow; None where there is none. Nothing of it is made."""
+    """The run as it stands in MLflow; None where there is none. Nothing of it is made.
+
+    Raises:
+        ConfigError: the experiment was deleted in MLflow.
+    """
     with _first_use(run.tracking_uri):
         client = connect(run.tracking_uri)
         experiment = client.get_experiment_by_name(run.experiment)
-    return experiment and _find(client, experiment.experiment_id, run.tags.get(RUN_TAG))
+    if experiment is None:
+        return None
+    return _find(client, _active(experiment, run), run.tags.get(RUN_TAG))
 
 
 class MlflowSink:
@@ -125,7 +145,7 @@ class MlflowSink:
 
     def __init__(self, run: MlflowRun, connect: Callable[[str], Any] = connect) -> None:
         """Find or create experiment and run, and log the params that it lacks. A run that is taken
-        up again is told to be running, with the tags of now.
+        up again gets the tags of now, and is told to be running unless it is over.
 
         Raises:
             ConfigError: the experiment was deleted in MLflow.
@@ -133,17 +153,22 @@ class MlflowSink:
         with _first_use(run.tracking_uri):
             self._client = connect(run.tracking_uri)
             experiment_id = _experiment(self._client, run)
-        found = _find(self._client, experiment_id, run.tags.get(RUN_TAG))
+        self._tag = run.tags.get(RUN_TAG)
+        found = _find(self._client, experiment_id, self._tag)
         self._run = found or self._client.create_run(
-            experiment_id, tags=_accepted(run.tags, MAX_TAG_LENGTH), run_name=run.run_name
+            experiment_id,
+            start_time=_milliseconds(run.began_at_s),
+            tags=_accepted(run.tags, MAX_TAG_LENGTH),
+            run_name=run.run_name,
         )
         self._in_doubt = found is not None
         self._known: dict[str, set[tuple[int, int]]] = {}
         self._dropped = 0
         self._stored: set[Artifact] = set()
         if found is not None:
-            self.set_tags(run.tags)
-            self._client.update_run(self.run_id, status="RUNNING")
+            self.set_tags({**run.tags, COMPLETE_TAG: "false"})
+            if not run.over:
+                self._client.update_run(self.run_id, status="RUNNING")
         self._log_params(run.params)
 
     @property
@@ -189,13 +214,15 @@ class MlflowSink:
         entities = [RunTag(key, value) for key, value in _accepted(tags, MAX_TAG_LENGTH).items()]
         self._client.log_batch(self.run_id, tags=entities, synchronous=True)
 
-    def set_status(self, status: RunStatus) -> None:
-        """End the run in MLflow; setting another status later is allowed."""
-        self._client.set_terminated(self.run_id, status)
+    def set_status(self, status: RunStatus, at_s: float | None = None) -> None:
+        """End the run in MLflow, at this unix time or now; setting another status later is
+        allowed."""
+        self._client.set_terminated(self.run_id, status, _milliseconds(at_s))
 
     def finish(self, ending: Ending) -> tuple[str, ...]:
-        """Artifacts, then tags, then status. One artifact that fails stops neither the others nor
-        tags and status; its error is raised at the end, so that the call is repeated."""
+        """Artifacts, then tags, then status, then the word that it is complete. One artifact that
+        fails stops neither the others nor tags and status; its error is raised at the end, so that
+        the call is repeated."""
         missing: list[str] = []
         failure: Exception | None = None
         for artifact in ending.artifacts:
@@ -207,9 +234,11 @@ class MlflowSink:
             except Exception as error:
                 failure = error
         self.set_tags(ending.tags)
-        self.set_status(ending.status)
+        self.set_status(ending.status, ending.at_s)
         if failure is not None:
             raise failure
+        self._remove_twins()
+        self.set_tags({COMPLETE_TAG: "true"})
         return tuple(missing)
 
     def close(self) -> None:
@@ -219,6 +248,15 @@ class MlflowSink:
         if artifact not in self._stored:
             self.log_artifact(artifact.path, artifact.folder)
             self._stored.add(artifact)
+
+    def _remove_twins(self) -> None:
+        """Requests are repeated when no answer comes. A server that was only asleep has then made
+        the run more than once; what nobody uses goes to MLflow's bin."""
+        if not self._tag:
+            return
+        for twin in _tagged(self._client, self._run.info.experiment_id, self._tag):
+            if twin.info.run_id != self.run_id and not twin.data.metrics:
+                self._client.delete_run(twin.info.run_id)
 
     def _log_params(self, params: Mapping[str, str]) -> None:
         """Params cannot be changed in MLflow, so those of a run that is taken up again stay."""
@@ -274,20 +312,34 @@ def _experiment(client: Any, run: MlflowRun) -> str:
             found = client.get_experiment_by_name(run.experiment)  # another process was faster
             if found is None:
                 raise
-    if found.lifecycle_stage != "active":
+    return _active(found, run)
+
+
+def _active(experiment: Any, run: MlflowRun) -> str:
+    """Its id. Raises ConfigError for a deleted one."""
+    if experiment.lifecycle_stage != "active":
         raise ConfigError(
-            f"tracking.experiment: {run.experiment!r} is deleted in MLflow: restore it "
-            f"(mlflow experiments restore --experiment-id {found.experiment_id}) or name another"
+            f"tracking.experiment: {run.experiment!r} is deleted in MLflow: restore it (mlflow "
+            f"experiments restore --experiment-id {experiment.experiment_id}) or name another"
         )
-    return str(found.experiment_id)
+    return str(experiment.experiment_id)
 
 
 def _find(client: Any, experiment_id: str, tag: str | None) -> Any:
-    """The run that carries ``tag`` as its run id; None where there is none."""
-    if not tag:
-        return None
-    runs = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{tag}'", max_results=1)
-    return runs[0] if runs else None
+    """The run that carries ``tag`` as its run id; None where there is none. Of several the one that
+    is in use: the first with metrics."""
+    runs = _tagged(client, experiment_id, tag) if tag else []
+    return max(runs, key=lambda run: bool(run.data.metrics), default=None)
+
+
+def _tagged(client: Any, experiment_id: str, tag: str) -> list[Any]:
+    """The oldest first."""
+    wanted = f"tags.`{RUN_TAG}` = '{tag}'"
+    return list(client.search_runs([experiment_id], wanted, order_by=["attributes.start_time ASC"]))
+
+
+def _milliseconds(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s * 1000)
 
 
 def _accepted(values: Mapping[str, str], limit: int) -> dict[str, str]:

@@ -26,7 +26,17 @@ SinkFactory = Callable[[], Sink]
 
 RECORDS_PER_BATCH = 100
 CLOSING_RETRY_S = 1.0
+PROGRESS_S = 0.2
 _CREDENTIALS = re.compile(r"://[^/\s]*@")
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """How far a sink is behind: ``records`` were read from the journal and have not arrived, the
+    oldest of them ``seconds`` ago."""
+
+    records: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +46,19 @@ class SinkReport:
     ``complete``: every record of the journal and the ending arrived, known only after
     :meth:`Shipper.close`. ``failed_attempts`` counts calls that raised (creation, batch, ending);
     ``last_error`` is the most recent one, also where a retry succeeded. ``left_out`` names what
-    the ending asked for and nobody could give.
+    the ending asked for and nobody could give. ``cpu_s`` is what the sink's thread has computed, in
+    seconds of one core; a call that still runs is not in it.
     """
 
     shipped: int
+    lag: Lag
     failed_attempts: int
     last_error: str | None
     dropped_values: int
     left_out: tuple[str, ...]
     reference: str | None
     complete: bool
+    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,12 @@ class ShippingReport:
     def complete(self) -> bool:
         """Whether the whole journal and the ending arrived everywhere."""
         return self.journal_error is None and all(sink.complete for sink in self.sinks.values())
+
+    @property
+    def lag(self) -> Lag:
+        """That of the sink whose oldest lacking record has waited longest."""
+        lags = (sink.lag for sink in self.sinks.values())
+        return max(lags, key=lambda lag: (lag.seconds, lag.records), default=Lag())
 
 
 class Shipper:
@@ -92,23 +111,31 @@ class Shipper:
 
     def report(self) -> ShippingReport:
         """What has arrived by now; callable at any time."""
+        self._feed.read(wait=False)
         sinks = {lane.name: lane.report() for lane in self._lanes}
         return ShippingReport(self._feed.records_read, self._feed.error, sinks)
 
-    def close(self, timeout_s: float, ending: Ending | None = None) -> ShippingReport:
+    def close(
+        self,
+        timeout_s: float,
+        ending: Ending | None = None,
+        progress: Callable[[ShippingReport], None] = lambda report: None,
+    ) -> ShippingReport:
         """Ship the rest, then the ending, and stop. The journal has its last record by now.
 
         Failing sinks are tried again until ``timeout_s`` is over. Returns by then in any case and
         never raises; a thread that is stuck in its sink is left behind and ends with the process.
+        ``progress`` is called now and then meanwhile.
         """
         deadline = time.monotonic() + timeout_s
         for lane in self._lanes:
             lane.ending = ending
         self._closing.set()
         for lane in self._lanes:
-            lane.join(max(deadline - time.monotonic(), 0.0))
+            while lane.alive and (left_s := deadline - time.monotonic()) > 0:
+                lane.join(min(left_s, PROGRESS_S))
+                progress(self.report())
         self._given_up.set()
-        self._feed.read(wait=False)
         return self.report()
 
 
@@ -139,19 +166,29 @@ class _Feed:
         self.error: str | None = None
         self._reader = reader
         self._lock = threading.Lock()
-        self._lacking: dict[str, deque[JournalRecord]] = {name: deque() for name in names}
+        # With the time of reading: after a resume the record itself may be days old.
+        self._lacking: dict[str, deque[tuple[float, JournalRecord]]] = {n: deque() for n in names}
 
     def next_batch(self, name: str) -> list[JournalRecord]:
         """The oldest records that ``name`` lacks, after a look at the journal."""
         self.read()
         with self._lock:
-            return list(islice(self._lacking[name], RECORDS_PER_BATCH))
+            return [record for _, record in islice(self._lacking[name], RECORDS_PER_BATCH)]
 
     def shipped(self, name: str, count: int) -> None:
         """``name`` has got its ``count`` oldest records."""
         with self._lock:
             for _ in range(count):
                 self._lacking[name].popleft()
+
+    def lag(self, name: str) -> Lag:
+        """How far ``name`` is behind. It waits for nobody: the lock is held while a file is
+        read."""
+        lacking = self._lacking[name]
+        try:
+            return Lag(len(lacking), time.monotonic() - lacking[0][0])
+        except IndexError:
+            return Lag()
 
     def read(self, *, wait: bool = True) -> None:
         """Take in what was added, without ``wait`` only if nobody else is about it; trouble with
@@ -162,12 +199,13 @@ class _Feed:
             records = self._reader.read()
             self.error = None
             self.records_read += len(records)
+            now = time.monotonic()
             for lacking in self._lacking.values():
-                lacking.extend(records)
+                lacking.extend((now, record) for record in records)
         except Exception as error:
             if self.error is None:
                 logger.warning("metrics cannot be read from the journal: %s", error)
-            self.error = _short(error)
+            self.error = short_error(error)
         finally:
             self._lock.release()
 
@@ -187,26 +225,32 @@ class _Lane:
         self._last_error: str | None = None
         self._left_out: tuple[str, ...] = ()
         self._complete = False
+        self._cpu_s = 0.0
         # A daemon: a sink that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"ship-{name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def join(self, timeout_s: float) -> None:
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
 
     def report(self) -> SinkReport:
         sink = self._sink
         return SinkReport(
             shipped=self._shipped,
+            lag=self._feed.lag(self.name),
             failed_attempts=self._failed_attempts,
             last_error=self._last_error,
             dropped_values=sink.dropped if sink else 0,
             left_out=self._left_out,
             reference=sink.reference if sink else None,
             complete=self._complete,
+            cpu_s=self._cpu_s,
         )
 
     def _run(self) -> None:
@@ -222,6 +266,7 @@ class _Lane:
                 failures += 1
                 wait_s = self._waits.after_failures(failures)
                 self._failed(error, failures, wait_s)
+            self._cpu_s = time.thread_time()
             if wait_s > 0 and not self._complete:
                 self._waits.rest(wait_s, closing=closing)
         if self._sink is not None:
@@ -246,7 +291,7 @@ class _Lane:
 
     def _failed(self, error: Exception, failures: int, wait_s: float) -> None:
         self._failed_attempts += 1
-        self._last_error = _short(error)
+        self._last_error = short_error(error)
         if failures == 1:
             logger.warning(
                 "%s: %s; tried again in %.1f s, the journal keeps everything",
@@ -261,7 +306,12 @@ class _Lane:
         return 0
 
 
-def _short(error: Exception) -> str:
+def short_error(error: Exception) -> str:
     """Kind and first line; a URL loses its user and password, since this is logged and kept."""
-    first_line = _CREDENTIALS.sub("://", str(error).strip().partition("\n")[0])
+    first_line = without_credentials(str(error).strip().partition("\n")[0])
     return f"{type(error).__name__}: {first_line}"[:500]
+
+
+def without_credentials(text: str) -> str:
+    """``text`` without user and password in its URLs."""
+    return _CREDENTIALS.sub("://", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,27 @@ from opd_core.tracking.journal import JournalRecord
 from opd_core.tracking.names import finite_points
 from opd_core.tracking.sink import Ending
 
+EVENT_FILES = "events.out.tfevents.*"
+
 
 class TensorBoardSink:
     """Scalars under the same names and train steps as in MLflow, at the record's wall time.
 
     Every shipper replays the journal from its start, so event files that an earlier process left
     in ``log_dir`` are replaced. Values are float32, as TensorBoard keeps them. After a failed write
-    a new file is begun; points of that batch may then stand in both, one on top of the other.
+    the file is cut back to the last whole batch, and a new one is begun.
     """
 
     def __init__(self, log_dir: Path) -> None:
         """``log_dir`` belongs to this run; it is created where missing. Raises OSError."""
         log_dir.mkdir(parents=True, exist_ok=True)
-        for stale in log_dir.glob("events.out.tfevents.*"):
+        for stale in log_dir.glob(EVENT_FILES):
             stale.unlink()
         self._log_dir = log_dir
         self._dropped = 0
-        self._writer: Any = _writer(log_dir)
+        self._writer: Any = None
+        self._file, self._whole = log_dir, 0
+        self._begin()
 
     @property
     def reference(self) -> str:
@@ -42,12 +47,14 @@ class TensorBoardSink:
     def log(self, records: Sequence[JournalRecord]) -> None:
         """Write one event per record and flush it to the file. Raises OSError."""
         if self._writer is None:
-            self._writer = _writer(self._log_dir)
+            self._begin()
         try:
             dropped = _write(self._writer, records)
         except Exception:
             self.close()
+            os.truncate(self._file, self._whole)  # what arrived of this batch comes again
             raise
+        self._whole = os.path.getsize(self._file)
         self._dropped += dropped
 
     def finish(self, ending: Ending) -> tuple[str, ...]:
@@ -61,11 +68,14 @@ class TensorBoardSink:
             with contextlib.suppress(Exception):  # every batch that counted was flushed before
                 writer.close()
 
+    def _begin(self) -> None:
+        """Begin a new event file."""
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-def _writer(log_dir: Path) -> Any:
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    return EventFileWriter(str(log_dir))
+        there = set(self._log_dir.glob(EVENT_FILES))
+        self._writer = EventFileWriter(str(self._log_dir))
+        (self._file,) = set(self._log_dir.glob(EVENT_FILES)) - there
+        self._whole = os.path.getsize(self._file)
 
 
 def _write(writer: Any, records: Iterable[JournalRecord]) -> int:

@@ -15,7 +15,13 @@ The loop and what it leaves on disk:
 ``loop``        collect → record → update → sync weights → evaluate → save; knows no Ray
 ``step_records`` the batches that a resumed run trains on again
 ``checkpoint``  one rank's part of a checkpoint; ``checkpoint_folder``: which of them are whole
+``organs``      what the loop wants of learner and sampler
 ``step_log``    the journal's writing end, which writes nothing twice
+``step_costs``  what a train step costs, and the run so far
+``kl_sums``     where the reverse KL lies, by ``vocabulary``'s kinds of token; ``token_kl``: its
+files
+``questions``   an evaluation question by question; ``evaluation_records``: its files
+``system_metrics`` the load of the driver's host
 ``stopping``    when a target ends training early
 ``models``      loading and saving Hugging Face models and tokenizers
 ``assembly``    puts the loop together; ``local``: its organs in one process

@@ -38,11 +38,16 @@ from opd_core.training.files import (
     PARKED_FOLDER,
     SCORING_FILE,
     TEACHERS_FILE,
+    TOKEN_KL_FOLDER,
 )
-from opd_core.training.loop import LearnerHandle, SamplerHandle, Sleeper, TrainLoop
+from opd_core.training.kl_sums import TokenKLWriter
+from opd_core.training.loop import TrainLoop
 from opd_core.training.models import end_ids_at, load_tokenizer
+from opd_core.training.organs import LearnerHandle, SamplerHandle, Sleeper
 from opd_core.training.step_log import StepLog
 from opd_core.training.step_records import StepRecords
+from opd_core.training.system_metrics import SystemMetrics
+from opd_core.training.vocabulary import Vocabulary
 from opd_core.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
@@ -75,7 +80,7 @@ async def build_loop(
         exits.enter_context(JudgeRunner(path, task.judge_timeout_s)) if path else None
         for path in (task.judge, task.batch_judge)
     )
-    turns = _turns(config, tokenizer, exits, decode)
+    turns = turns_of(config, tokenizer, exits, decode)
     sampling = config.sampling
     parking = ParkingLot(run_dir / PARKED_FOLDER)
     teachers = await _teachers(config, run_dir, parking, exits, environ)
@@ -136,14 +141,18 @@ async def build_loop(
             keep=training.keep_checkpoints,
             keep_every=training.keep_every,
         ),
-        evaluate=_evaluator(
+        evaluate=evaluator(
             config, tokenizer, judge, batch_judge, sampler=sampler, decode=decode, turns=turns
         ),
         sleeper=sleeper,
+        token_kl=_token_kl(config, run_dir, tokenizer),
+        system=exits.enter_context(SystemMetrics(run_dir))
+        if config.tracking.system_metrics
+        else None,
     ), counts
 
 
-def _turns(
+def turns_of(
     config: ExperimentConfig,
     tokenizer: Any,
     exits: AsyncExitStack,
@@ -164,6 +173,13 @@ def _turns(
         decode,
         task.max_turns,
     )
+
+
+def _token_kl(config: ExperimentConfig, run_dir: Path, tokenizer: Any) -> TokenKLWriter | None:
+    if config.opd is None:
+        return None
+    vocabulary = Vocabulary(tokenizer, end_ids_at(config.student.model, tokenizer))
+    return TokenKLWriter(run_dir / TOKEN_KL_FOLDER, vocabulary, config)
 
 
 def _hash_of(prompts: Sequence[Prompt]) -> str:
@@ -235,7 +251,7 @@ def _key(teacher: OPDTeacherConfig, environ: Mapping[str, str]) -> str:
     )
 
 
-def _evaluator(
+def evaluator(
     config: ExperimentConfig,
     tokenizer: Any,
     judge: JudgeRunner | None,

@@ -56,12 +56,14 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """One train step's samples over all ranks. ``baseline`` is in nats."""
+    """One train step's samples over all ranks. ``baseline`` is in nats; ``measure_teacher`` asks
+    for the norm of the teacher's own gradient where that takes a pass of its own."""
 
     mini_batches: tuple[MiniBatch, ...]
     sources: tuple[str, ...]
     scored: bool
     baseline: float = 0.0
+    measure_teacher: bool = False
 
 
 def build_batch(
@@ -74,6 +76,7 @@ def build_batch(
     use_rewards: bool,
     use_baseline: bool,
     mini_batches: int,
+    measure_teacher: bool = False,
 ) -> TrainBatch:
     """The whole step.
 
@@ -110,6 +113,7 @@ def build_batch(
         sources,
         scored,
         _mean_gap(samples) if use_baseline and scored else 0.0,
+        measure_teacher,
     )
 
 

@@ -24,9 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from opd_core.config import OPDConfig, StudentConfig, TrainingConfig
 from opd_core.errors import TrainingError
-from opd_core.objective.advantages import OPDAdvantages, opd_advantages, reverse_kl
-from opd_core.objective.importance import ImportanceWeights, importance_weights
-from opd_core.objective.loss import policy_loss
+from opd_core.objective.advantages import reverse_kl
 from opd_core.training import lora
 from opd_core.training.attention import use_packed_attention, why_not_packed
 from opd_core.training.batch import MiniBatch, TrainBatch
@@ -37,6 +35,7 @@ from opd_core.training.policy import StudentPolicy
 from opd_core.training.schedule import learning_rate_factor
 from opd_core.training.sharding import rank_and_ranks, shard, tied_names, whole, whole_state
 from opd_core.training.step_statistics import StepStatistics
+from opd_core.training.token_loss import TokenLoss
 
 MakeOptimizer = Callable[[list[nn.Parameter], TrainingConfig], torch.optim.Optimizer]
 
@@ -68,8 +67,7 @@ class Learner:
         self.device = device
         self._student = student
         self._training = training
-        self._opd = opd
-        self._importance_cap = importance_cap
+        self._objective = TokenLoss(training, opd, importance_cap)
         self._rank, self._ranks = rank_and_ranks()
         self.why_padded = why_not_packed(model.config) if training.packing else "packing is off"
         self._packed = self.why_padded is None
@@ -191,16 +189,21 @@ class Learner:
         return copies
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
-        stats = StepStatistics(self.device)
+        stats, objective = StepStatistics(self.device), self._objective
+        apart = batch.measure_teacher and objective.teacher_trains and objective.others_train
         parts = [self._micro_batches(mini) for mini in batch.mini_batches]
         old = [self._old_logprobs(part) for part in parts] if len(parts) > 1 else None
         for number, (mini, micros) in enumerate(zip(batch.mini_batches, parts, strict=True)):
             if mini.valid_tokens == 0:
                 continue  # on all ranks alike: the count is the whole mini-batch's
             before = old[number] if old else None
+            if apart and stats.optimizer_steps == 0:
+                stats.teacher_grad_norm = self._teacher_grad_norm(mini, micros, batch, before)
             self._optimizer_step(mini, micros, batch, before, stats)
-        learning_rate = float(self._schedule.get_last_lr()[0])
-        return stats.told(batch) | {"learning_rate": learning_rate}
+        told = stats.told(batch)
+        if objective.teacher_trains and not objective.others_train:
+            told["grad_norm_teacher"] = told["grad_norm"]  # the teacher's gradient is all of it
+        return told | {"learning_rate": float(self._schedule.get_last_lr()[0])}
 
     def _micro_batches(self, mini: MiniBatch) -> list[MicroBatch]:
         """This rank's micro-batches, on the device; every rank has the same number of them."""
@@ -241,24 +244,21 @@ class Learner:
         old: list[Tensor] | None,
         stats: StepStatistics,
     ) -> None:
-        losses = []
+        losses, objective = [], self._objective
         for number, micro in enumerate(micros):
             logprobs = self._policy(micro)
             # One optimizer step a batch: ratio 1, the forward's own logprobs are the old ones.
             before = old[number] if old else logprobs.detach()
             reference = self._reference_kl(micro, before)
-            k, made = self._advantages(micro, before, reference, batch)
-            weighed = self._weighed(micro, before)
-            outcome = policy_loss(
+            k, made = objective.advantages(micro, before, reference, batch)
+            weighed = objective.weights(micro, before)
+            outcome = objective.loss(
+                mini,
+                micro,
                 logprobs=logprobs,
-                old_logprobs=before,
+                old=before,
                 advantages=made.advantages,
-                response_mask=micro.response_mask,
-                valid_tokens=mini.valid_tokens,
-                importance_weights=weighed.weights if weighed else None,
-                clip_low=self._training.clip_low,
-                clip_high=self._training.clip_high,
-                dual_clip=self._training.dual_clip,
+                weighed=weighed,
             )
             outcome.loss.backward()  # type: ignore[no-untyped-call]
             losses.append(outcome.loss.detach())
@@ -273,35 +273,33 @@ class Learner:
             )
         stats.stepped(self._apply_gradient(micros, losses))
 
-    def _advantages(
-        self, micro: MicroBatch, old: Tensor, reference: Tensor | None, batch: TrainBatch
-    ) -> tuple[Tensor, OPDAdvantages]:
-        k = torch.zeros_like(old)
-        if batch.scored:
-            k = reverse_kl(old, micro.teacher_logprobs, micro.response_mask)
-        opd = self._opd
-        made = opd_advantages(
-            reverse_kl=k,
-            response_mask=micro.response_mask,
-            task_advantages=micro.task_advantages,
-            task_adv_weight=opd.task_adv_weight if opd else 1.0,
-            opd_adv_weight=opd.opd_adv_weight if opd else 0.0,
-            kl_clamp=opd.kl_clamp if opd else None,
-            baseline=batch.baseline,
-            reference_kl=reference,
-            reference_kl_weight=self._training.reference_kl_weight,
-        )
-        return k, made
-
-    def _weighed(self, micro: MicroBatch, old: Tensor) -> ImportanceWeights | None:
-        if self._importance_cap is None:
-            return None
-        return importance_weights(
-            old_logprobs=old,
-            rollout_logprobs=micro.rollout_logprobs,
-            response_mask=micro.response_mask,
-            cap=self._importance_cap,
-        )
+    def _teacher_grad_norm(
+        self,
+        mini: MiniBatch,
+        micros: list[MicroBatch],
+        batch: TrainBatch,
+        old: list[Tensor] | None,
+    ) -> Tensor:
+        """Norm of the gradient that the teacher's term alone would give; nothing else is left of
+        it. At ratio 1 the gradient is linear in the advantage: this is the teacher's part of it."""
+        objective = self._objective
+        for number, micro in enumerate(micros):
+            logprobs = self._policy(micro)
+            before = old[number] if old else logprobs.detach()
+            _, made = objective.advantages(micro, before, None, batch)
+            outcome = objective.loss(
+                mini,
+                micro,
+                logprobs=logprobs,
+                old=before,
+                advantages=made.opd_term,
+                weighed=objective.weights(micro, before),
+            )
+            outcome.loss.backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _apply_gradient(self, micros: list[MicroBatch], losses: list[Tensor]) -> Tensor:
         limit = self._training.max_grad_norm

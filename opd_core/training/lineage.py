@@ -24,13 +24,15 @@ from opd_core.training.files import CONFIG_FILE, JOURNAL_FILE
 from opd_core.training.forks import checkpoint_to_fork, name_of
 
 FREE: dict[str, tuple[str, ...]] = {
-    "where the run lives, and who is told of it": (
+    "where the run lives, what it costs, and who is told of it": (
         "description",
+        "cost*",
         "devices.*",
         "ray.*",
         "run.*",
         "tracking.*",
     ),
+    "what is measured beside training": ("training.teacher_gradient_every",),
     "what is kept, and how often a dead job is started again": (
         "training.checkpoint_every",
         "training.keep_checkpoints",

@@ -10,66 +10,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from opd_core.agent_loop.collect import Collector
 from opd_core.agent_loop.evaluation import Evaluation
 from opd_core.agent_loop.loop import AgentLoop
 from opd_core.config import ExperimentConfig
 from opd_core.errors import ActorLost, SurvivorError, TrainingError
-from opd_core.rollout import RolloutState
 from opd_core.rollout_json import refused_as
 from opd_core.training.batch import TrainBatch, build_batch
 from opd_core.training.checkpoint_folder import Checkpoint, CheckpointFolder
+from opd_core.training.evaluation_records import path_of, write_evaluation
+from opd_core.training.files import EVALUATIONS_FOLDER
+from opd_core.training.kl_sums import TokenKLWriter
+from opd_core.training.organs import LearnerHandle, SamplerHandle, Sleeper
 from opd_core.training.phase import tell_phase
+from opd_core.training.questions import evaluation_record
+from opd_core.training.rollout_metrics import rollout_metrics
+from opd_core.training.step_costs import cost_metrics, time_metrics
 from opd_core.training.step_log import EVALUATED, TRAINED, StepLog
 from opd_core.training.step_records import StepRecord, StepRecords
 from opd_core.training.stopping import reached
+from opd_core.training.system_metrics import SystemMetrics
 
 Metrics = dict[str, float]
 
 logger = logging.getLogger(__name__)
-
-
-class LearnerHandle(Protocol):
-    """All ranks of the learner behind one name."""
-
-    async def update(self, batch: TrainBatch) -> Metrics: ...
-    async def weights(self) -> Any:
-        """The weights, for engines that take them from memory."""
-
-    async def save_weights(self, path: Path) -> Path:
-        """Write them in Hugging Face format, for engines that read them."""
-
-    async def save(self, path: Path) -> Path: ...
-    async def start_checkpoint(self, folder: Path) -> None: ...
-    async def finish_checkpoint(self) -> None: ...
-    async def restore(self, folder: Path) -> None: ...
-
-
-class SamplerHandle(Protocol):
-    """The part of a sampling engine that the loop itself uses."""
-
-    @property
-    def replaced(self) -> int:
-        """Engines that died and were replaced, so far."""
-
-    async def sync(self, learner: Any, policy_version: int) -> None:
-        """Give the learner's weights to all engines. What is being sampled meanwhile is
-        interrupted, and goes on with them."""
-
-
-class Sleeper(Protocol):
-    """A sampling engine that shares its device with training."""
-
-    async def sleep(self) -> None:
-        """Give the device's memory back."""
-
-    async def wake(self) -> None:
-        """Take it again; weights must then be synced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +51,8 @@ class TrainOutcome:
 
 @dataclass(slots=True)
 class TrainLoop:
-    """The loop's organs. ``evaluate`` is None without held-out data; ``prompts`` is a hash of the
-    data. Train steps are counted from 1, 0 is before the first."""
+    """The loop's organs. ``evaluate`` is None without held-out data, ``token_kl`` without teachers;
+    ``prompts`` is a hash of the data. Train steps are counted from 1, 0 is before the first."""
 
     config: ExperimentConfig
     collector: Collector
@@ -98,6 +67,8 @@ class TrainLoop:
     checkpoints: CheckpointFolder
     evaluate: Callable[[], Awaitable[Evaluation]] | None = None
     sleeper: Sleeper | None = None
+    token_kl: TokenKLWriter | None = None
+    system: SystemMetrics | None = None
     writing: tuple[Checkpoint, Mapping[str, Any]] | None = None
     """The checkpoint that is being written, and the loop's state when it was begun."""
 
@@ -159,7 +130,7 @@ class TrainLoop:
         sampling_s = self.agent_loop.sampling.seconds - sampled_before
         tell_phase(self.run_dir, "training", train_step)
         # Written beside the update: of that nothing is on disk before the batch is.
-        recording = asyncio.create_task(self._record(record))
+        recording = asyncio.create_task(asyncio.to_thread(self._record, record))
         try:
             if self.sleeper is not None:
                 await self.sleeper.sleep()
@@ -167,7 +138,9 @@ class TrainLoop:
             if self.sleeper is not None:
                 await self.sleeper.wake()
         finally:
-            await recording
+            trained = time.perf_counter()
+            recorded = await recording
+        self.log.tracking_s += time.perf_counter() - max(trained, recorded)
         if not metrics["optimizer_steps"]:
             logger.warning("train step %d: no valid token, so no optimizer step", train_step)
         updated = time.perf_counter()
@@ -175,25 +148,36 @@ class TrainLoop:
         if not self.records.path_of(train_step + 1).exists() or self._evaluation_due(train_step):
             await self._sync(train_step)
         synced = time.perf_counter()
-        shares = {
+        seconds = {
             "sampling": sampling_s,  # within the wait for the batch
             # What sampling did not hide of scoring, judging and tools.
             "scoring": collected - started - sampling_s,
             "training": updated - collected,
             "weight_sync": synced - updated,
+            # Not a part of the step: what came between this record and the one before counts too.
+            "tracking": self.log.take_tracking_s(),
         }
-        total = max(synced - started, 1e-9)
+        self._tell(record, metrics, seconds, synced - started)
+
+    def _tell(
+        self, record: StepRecord, metrics: Metrics, seconds: Mapping[str, float], step_s: float
+    ) -> None:
+        train_step = record.train_step
+        rollouts = [rollout for group in record.groups for rollout in group.rollouts]
+        bias_z = self.collector.survivors.bias_z
         told = {
             **metrics,
-            **rollout_metrics([r for group in record.groups for r in group.rollouts]),
+            **rollout_metrics(rollouts),
             **record.survivors.as_metrics(),
+            **({} if bias_z is None else {"survivors/bias_z": bias_z}),
             "data/epoch": self.collector.epoch,
             "sampling/groups_ahead": self.collector.ahead,
             "sampling/replaced": self.sampler.replaced,
-            **{f"time/{name}_s": seconds for name, seconds in shares.items()},
-            **{f"time/{name}_share": seconds / total for name, seconds in shares.items()},
-            TRAINED: total,
-            "rollout/tokens_per_s": metrics["response_tokens"] / total,
+            **time_metrics(seconds, step_s),
+            TRAINED: step_s,
+            "rollout/tokens_per_s": metrics["response_tokens"] / max(step_s, 1e-9),
+            **cost_metrics(self.config, rollouts, step_s, self.log.of_training(train_step - 1)),
+            **(self.system.take() if self.system is not None else {}),
         }
         self.log.record(train_step, told, TRAINED)
 
@@ -219,9 +203,14 @@ class TrainLoop:
             raise
         return StepRecord(train_step, tuple(groups), survivors, self.collector.state())
 
-    async def _record(self, record: StepRecord) -> None:
+    def _record(self, record: StepRecord) -> float:
+        """Write the batch, then what is only looked at; when the batch was on the disk."""
         if not self.records.path_of(record.train_step).exists():
-            await asyncio.to_thread(self.records.write, record)
+            self.records.write(record)
+        recorded = time.perf_counter()
+        if self.token_kl is not None:
+            self.token_kl.write(record)
+        return recorded
 
     async def _update(self, record: StepRecord) -> Metrics:
         try:
@@ -238,6 +227,7 @@ class TrainLoop:
 
     def _batch(self, record: StepRecord) -> TrainBatch:
         config = self.config
+        step, every = record.train_step, config.training.teacher_gradient_every
         return build_batch(
             record.groups,
             policy_version=record.train_step - 1,
@@ -247,6 +237,7 @@ class TrainLoop:
             use_rewards=config.task_adv_weight > 0,
             use_baseline=config.opd is not None and config.opd.kl_baseline,
             mini_batches=config.training.optimizer_steps_per_batch,
+            measure_teacher=every > 0 and (step == 1 or step % every == 0),
         )
 
     def _data(self) -> dict[str, Any]:
@@ -269,6 +260,9 @@ class TrainLoop:
         started = time.perf_counter()
         evaluation = await self.evaluate()
         seconds = time.perf_counter() - started
+        kept = evaluation_record(evaluation, train_step, self.config)
+        with self.log.tracking():
+            write_evaluation(path_of(self.run_dir / EVALUATIONS_FOLDER, train_step), kept)
         self.log.record(train_step, evaluation.metrics() | {EVALUATED: seconds}, EVALUATED)
 
     def _reached(self, train_step: int) -> str:
@@ -295,30 +289,3 @@ class TrainLoop:
         await asyncio.to_thread(self.checkpoints.commit, *writing)
         if (oldest := self.checkpoints.oldest_kept()) is not None:
             self.records.prune(oldest)
-
-
-def rollout_metrics(rollouts: Sequence[RolloutState]) -> Metrics:
-    """Means over the rollouts of the groups that train: length, truncation, reward, teacher
-    latency."""
-    count = max(len(rollouts), 1)
-    metrics = {
-        "rollout/response_tokens_mean": sum(r.sampled_tokens for r in rollouts) / count,
-        "rollout/truncated_fraction": sum(r.truncated for r in rollouts) / count,
-    }
-    rewards = [r.reward for r in rollouts if r.reward is not None]
-    if rewards:
-        metrics["rollout/reward_mean"] = sum(rewards) / len(rewards)
-    scored = [r for r in rollouts if r.teacher_attempts]
-    if scored:
-        metrics |= {
-            "teacher/latency_s_mean": sum(r.teacher_latency_s for r in scored) / len(scored),
-            "teacher/latency_s_max": max(r.teacher_latency_s for r in scored),
-            "teacher/queue_s_mean": sum(r.teacher_queue_s for r in scored) / len(scored),
-            "teacher/attempts_mean": sum(r.teacher_attempts for r in scored) / len(scored),
-        }
-    told = [r for r in scored if r.teacher_cached_tokens is not None]
-    if told:
-        tokens = sum(len(r.prompt.token_ids) + len(r.response_ids) for r in told)
-        cached = sum(r.teacher_cached_tokens or 0 for r in told)
-        metrics["teacher/cached_fraction"] = cached / tokens
-    return metrics

@@ -5,8 +5,10 @@ A resumed run trains recorded batches again, and what the journal has of them is
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ class StepLog:
     :class:`~opd_core.tracking.journal.Journal` does."""
 
     def __init__(self, path: Path) -> None:
+        self.tracking_s = 0.0
         self._known: defaultdict[int, dict[str, float]] = defaultdict(dict)
         self._journal = Journal(path)
         for record in JournalReader(path).read():
@@ -36,12 +39,31 @@ class StepLog:
         """All metrics of a step so far."""
         return self._known[train_step]
 
+    def of_training(self, train_step: int) -> Mapping[str, float]:
+        """All metrics of a train step; none of one that was not trained here."""
+        return self._known[train_step] if self.has(train_step, TRAINED) else {}
+
     def record(self, train_step: int, metrics: Mapping[str, float], kind: str = "") -> None:
         """Write a record; nothing if ``kind``, a metric that all of its kind have, is there."""
         if kind and self.has(train_step, kind):
             return
-        self._journal.append(train_step, metrics)
+        with self.tracking():
+            self._journal.append(train_step, metrics)
         self._known[train_step].update(metrics)
+
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """The run waits for something that is only kept: count the time."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.tracking_s += time.perf_counter() - started
+
+    def take_tracking_s(self) -> float:
+        """Seconds that the run has waited so since the last call."""
+        seconds, self.tracking_s = self.tracking_s, 0.0
+        return seconds
 
     def close(self) -> None:
         """Close the journal."""

@@ -11,12 +11,18 @@ from torch import Tensor
 from opd_core.objective.advantages import OPDAdvantages
 from opd_core.objective.importance import ImportanceWeights
 from opd_core.objective.loss import PolicyLoss
-from opd_core.objective.metrics import gather_tokens, reverse_kl_metrics, rollout_stderr
+from opd_core.objective.metrics import (
+    gather_tokens,
+    reverse_kl_metrics,
+    rollout_stderr,
+    teacher_metrics,
+)
 from opd_core.training.batch import TrainBatch
 from opd_core.training.packing import MicroBatch
 
-# k, A, clamped, source, |rollout - old|, staleness, reference k, importance weight, truncated
-TOKEN_COLUMNS = 9
+# k, A, its OPD term, clamped, source, old logprob, |rollout - old|, staleness, reference k,
+# importance weight, truncated
+TOKEN_COLUMNS = 11
 
 
 class StepStatistics:
@@ -29,6 +35,7 @@ class StepStatistics:
         self._grad_norm = torch.zeros((), dtype=torch.float64, device=device)
         self._referred = self._weighed = False
         self.optimizer_steps = 0
+        self.teacher_grad_norm: Tensor | None = None
 
     def add(
         self,
@@ -46,7 +53,8 @@ class StepStatistics:
         none = torch.zeros_like(k)
         gap = (micro.rollout_logprobs - old).abs()
         columns = (
-            *(k, made.advantages, made.clamped, micro.source_index, gap, micro.staleness),
+            *(k, made.advantages, made.opd_term, made.clamped, micro.source_index),
+            *(old, gap, micro.staleness),
             none if reference is None else reference,
             *(weighed or (none, none)),
         )
@@ -67,7 +75,8 @@ class StepStatistics:
     def told(self, batch: TrainBatch) -> dict[str, float]:
         """The step's metrics. A collective, and the only wait for the device."""
         tokens = gather_tokens(torch.cat(self._tokens))
-        k, advantages, clamped, source, gap, staleness, far, weights, truncated = tokens.unbind(1)
+        k, advantages, opd_term, clamped, source, *others = tokens.unbind(1)
+        old, gap, staleness, far, weights, truncated = others
         metrics = reverse_kl_metrics(
             reverse_kl=k,
             advantages=advantages,
@@ -77,11 +86,15 @@ class StepStatistics:
         )
         sums, counts = gather_tokens(torch.cat(self._rollouts)).unbind(1)
         metrics["opd_reverse_kl_stderr"] = rollout_stderr(sums, counts)
-        if not batch.scored:
+        if batch.scored:
+            metrics |= teacher_metrics(old_logprobs=old, reverse_kl=k, opd_term=opd_term)
+        else:
             metrics = {n: v for n, v in metrics.items() if not n.startswith("opd_")}
         if dist.is_initialized():
             dist.all_reduce(self._clipped)
         count = max(len(tokens), 1)
+        # Sampled at temperature 1, so this mean is an unbiased estimate of the entropy.
+        metrics["entropy"] = (-old).sum() / count
         metrics["ratio_clipped_fraction"] = self._clipped / count
         metrics["staleness_mean"] = staleness.sum() / count
         metrics["staleness_max"] = staleness.amax() if len(tokens) else staleness.new_zeros(())
@@ -89,6 +102,8 @@ class StepStatistics:
         for name, member in gaps.items():
             metrics[name] = torch.where(member, gap, 0.0).sum() / member.sum()
         metrics["grad_norm"] = self._grad_norm
+        if self.teacher_grad_norm is not None:
+            metrics["grad_norm_teacher"] = self.teacher_grad_norm
         if self._referred:
             metrics["reference_kl"] = far.sum() / count
         if self._weighed:

@@ -14,6 +14,15 @@ from opd_core.lifecycle.process import ProcessId, identify
 from opd_core.lifecycle.registry import RegisteredRun, Registry
 
 ROOT = Path(__file__).parents[2]
+SHIPPED = [
+    "smollm2_heal",
+    "tiny",
+    "tiny_calculator",
+    "tiny_grpo",
+    "tiny_mixed",
+    "tiny_multi_teacher",
+    "tiny_sglang",
+]
 
 
 def opd(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +47,7 @@ def test_a_typing_error_in_an_override_names_the_key_and_the_right_one() -> None
 def test_an_unknown_recipe_lists_those_that_ship() -> None:
     done = opd("run", "tinny")
     assert done.returncode == 2
-    assert "smollm2_heal, tiny, tiny_calculator, tiny_multi_teacher, tiny_sglang" in done.stderr
+    assert ", ".join(SHIPPED) in done.stderr
 
 
 def test_a_run_is_begun_from_a_recipe_or_from_an_earlier_run() -> None:
@@ -104,8 +113,7 @@ def test_recipes_are_listed_with_what_they_do() -> None:
     done = opd("recipes")
     assert done.returncode == 0
     names = [line.split()[0] for line in done.stdout.splitlines()]
-    tiny = ["tiny", "tiny_calculator", "tiny_multi_teacher", "tiny_sglang"]
-    assert names == ["smollm2_heal", *tiny]
+    assert names == SHIPPED
 
 
 def test_the_page_of_settings_is_the_configurations_own() -> None:

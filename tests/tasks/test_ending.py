@@ -46,6 +46,7 @@ class FakeTracker:
     """MLflow has everything."""
 
     complete: bool = True
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def finish(self, summary: Any) -> str:
         return "mlflow-1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from opd_core.training.forks import ForkPoint
 from opd_core.training.lineage import RunPlan
 from tasks.console import TERMINAL
 from tasks.environment import check_environment, open_run, plan_experiment, resolve_key
+from tasks.provenance import add_provenance
 
 RECIPE = Path(__file__).parents[2] / "deployments" / "recipes" / "tiny.yaml"
 
@@ -60,6 +62,21 @@ def test_a_run_directory_holds_the_resolved_recipe_without_any_key(tmp_path: Pat
     assert written["opd"]["teachers"][0]["api_key"] == "env:SOME_KEY"
     assert written["training"]["betas"] == [0.9, 0.99]
     assert open_run.fn(RunPlan(config), PreflightReport()).directory != run.directory
+
+
+def test_each_attempt_tells_what_it_was_made_with(tmp_path: Path) -> None:
+    config = load_recipe(RECIPE, [f"run.root={tmp_path}"])
+    run = open_run.fn(RunPlan(config), PreflightReport())
+    file = run.directory / "provenance.json"
+    (attempt,) = json.loads(file.read_text())["attempts"]
+    assert attempt["started_at"] == run.history.attempts[0].started_at
+    assert attempt["packages"]["torch"] == metadata.version("torch")
+    add_provenance(run.directory, config, 5.0)
+    again = json.loads(file.read_text())["attempts"]
+    assert again == [attempt, attempt | {"started_at": 5.0}]
+    file.write_text("half a fi")
+    add_provenance(run.directory, config, 6.0)
+    assert [one["started_at"] for one in json.loads(file.read_text())["attempts"]] == [6.0]
 
 
 def test_checks_tell_the_pair_in_one_line_and_the_run_directory_keeps_its_card(

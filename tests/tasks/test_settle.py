@@ -7,56 +7,34 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from opd_core.lifecycle.ledger import LEDGER_FILE, Ledger
 from opd_core.lifecycle.ports import reserve_ports
-from opd_core.lifecycle.records import Receipt, write_receipt
+from opd_core.lifecycle.records import Receipt
 from opd_core.preflight import PreflightReport
-from opd_core.recipe import load_recipe
 from opd_core.tracking.journal import Journal, JournalReader
 from opd_core.tracking.mlflow_sink import MlflowSink, connect
-from opd_core.training.attempts import Attempt, RunHistory, read_history
+from opd_core.training.attempts import Attempt, read_history
 from opd_core.training.files import JOURNAL_FILE
-from tasks.environment import RunRecord, write_config
+from tasks.environment import RunRecord
 from tasks.mlflow_run import mlflow_run
 from tasks.settle import CONFIGURED, main, settle, settle_command
-from tasks.tracking import build_summary, load_run, write_summary
+from tasks.summary import build_summary, write_summary
+from tasks.tracking import load_run
+from tests.tasks.ended_run import RECIPE, MakeRun, ended_run
 
-RECIPE = Path(__file__).parents[2] / "deployments" / "recipes" / "tiny.yaml"
 UNTRACKED = "tracking.mlflow=false"
-MakeRun = Callable[..., RunRecord]
 
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    """A run directory as a killed flow and its supervisor leave it."""
-
-    def make(*overrides: str, cause: str = "owner died", **ray_job: str) -> RunRecord:
-        directory = tmp_path / "tiny-1"
-        directory.mkdir()
-        config = load_recipe(RECIPE, overrides)
-        run = RunRecord("tiny-1", directory, config, RunHistory("tiny-1", (Attempt(1.0),), {}))
-        run.history.write(directory)
-        write_config(run)
-        write_receipt(directory, Receipt("tiny-1", cause, True, 0.5, (), (), (), ()))
-        ledger = Ledger.open(directory / LEDGER_FILE, "tiny-1")
-        ledger.append("run_started", run_id="tiny-1")
-        if ray_job:
-            ledger.append("ray_job", **ray_job)
-        ledger.append("receipt")
-        ledger.close()
-        with Journal(directory / JOURNAL_FILE) as journal:
-            journal.append(0, {"eval/accuracy": 0.4, "eval/accuracy_stderr": 0.01})
-        return run
-
-    return make
+    return partial(ended_run, tmp_path)
 
 
 def summary_of(run: RunRecord) -> dict[str, Any]:
@@ -200,6 +178,42 @@ def test_mlflow_gets_what_it_lacks_and_nothing_twice(make_run: MakeRun) -> None:
 
 
 @pytest.mark.slow
+def test_an_artifact_that_failed_at_the_end_of_the_flow_is_brought_later(make_run: MakeRun) -> None:
+    run = make_run(cause="completed")
+    flow = MlflowSink(mlflow_run(run, PreflightReport()))
+    flow.log(JournalReader(run.directory / JOURNAL_FILE).read())
+    flow.set_tags({"opd.status": "completed"})
+    flow.set_status("FINISHED")  # all but the artifacts
+    assert settle(run.directory) == []
+    kept = {file.path for file in flow_client(run).list_artifacts(flow.run_id)}
+    assert {"config.json", "metrics.jsonl", "receipt.json"} <= kept
+
+
+def flow_client(run: RunRecord) -> Any:
+    return connect(mlflow_run(run).tracking_uri)
+
+
+@pytest.mark.slow
+def test_what_came_late_is_told_in_the_summary(make_run: MakeRun) -> None:
+    run = make_run("tracking.tensorboard=false")
+    told = {"mlflow": {"complete": False, "last_error": "ConnectionError: away"}}
+    written = {"status": "failed", "mlflow_run_id": None, "student_path": "", "tracking": told}
+    write_summary(run, written)
+    assert settle(run.directory) == []
+    summary = summary_of(run)
+    assert summary["status"] == "failed"
+    assert summary["mlflow_run_id"] == mlflow_of(run).info.run_id
+    assert summary["tracking"]["mlflow"].keys() == {
+        "shipped",
+        "failed_attempts",
+        "cpu_s",
+        "last_error",
+        "complete",
+    }
+    assert summary["tracking"]["mlflow"]["complete"]
+
+
+@pytest.mark.slow
 def test_a_run_that_mlflow_never_heard_of_is_created(make_run: MakeRun) -> None:
     run = make_run(cause="cancelled")
     assert settle(run.directory) == []
@@ -207,6 +221,10 @@ def test_a_run_that_mlflow_never_heard_of_is_created(make_run: MakeRun) -> None:
     assert found.info.status == "KILLED"
     assert found.data.params["student.model"] == run.config.student.model
     assert found.data.tags["opd.attempts"] == "1"
+    assert found.data.tags["opd.kind"] == "run"
+    assert found.info.start_time == 1000  # when its first attempt began
+    ended_at = (run.directory / "receipt.json").stat().st_mtime
+    assert found.info.end_time == int(ended_at * 1000)
     ended = found.info.end_time
     assert settle(run.directory) == []
     assert mlflow_of(run).info.end_time == ended, "a run that has everything is not touched"
@@ -227,6 +245,8 @@ def test_a_run_is_loaded_as_it_was_started(make_run: MakeRun) -> None:
     loaded = load_run(run.directory)
     assert loaded == run
     assert mlflow_run(loaded) == mlflow_run(run)
+    assert mlflow_run(run).over
+    assert not mlflow_run(run, PreflightReport()).over
     receipt = Receipt("tiny-1", "owner died", True, 0.5, (), (), (), ())
     assert build_summary(loaded, receipt, {}, None) == build_summary(run, receipt, {}, None)
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from opd_core.lifecycle.records import Receipt, Survivor
 from opd_core.preflight import PreflightReport
 from opd_core.recipe import load_recipe
 from opd_core.tracking.journal import Journal
+from opd_core.tracking.sink import Sink
 from opd_core.training.attempts import Attempt, RunHistory
 from opd_core.training.files import JOURNAL_FILE
 from opd_core.training.forks import ForkPoint
@@ -25,12 +27,8 @@ from opd_core.training.results import RunResult
 from tasks.console import TERMINAL
 from tasks.environment import RunRecord
 from tasks.mlflow_run import git_commit, mlflow_run
-from tasks.tracking import (
-    build_summary,
-    show_summary,
-    write_model_card,
-    write_summary,
-)
+from tasks.summary import build_summary, show_summary, write_model_card, write_summary
+from tasks.tracking import Tracker
 
 RECIPE = Path(__file__).parents[2] / "deployments" / "recipes" / "tiny.yaml"
 
@@ -235,6 +233,56 @@ def test_a_fork_says_where_it_comes_from(run: RunRecord) -> None:
     write_model_card(forked, PreflightReport(), build_summary(run, receipt(), {}, error=None))
     assert "train step 20 of tiny-0" in (run.directory / "model_card.md").read_text()
     assert "opd.forked_from" not in mlflow_run(run, PreflightReport()).tags
+
+
+def test_each_sink_tells_what_it_got_and_what_that_cost(
+    run: RunRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_result(run)
+    away = FailingSink()
+    tracker = Tracker.through(run, away)
+    summary = build_summary(run, receipt(), {}, error=None)
+    assert away.called.wait(20.0)
+    assert tracker.report().lag.records == 3
+    tracker.finish(summary, within_s=5.0)
+    told = tracker.told
+    assert told["tensorboard"] | {"cpu_s": 0} == {
+        "shipped": 3,
+        "failed_attempts": 0,
+        "cpu_s": 0,
+        "last_error": None,
+        "complete": True,
+    }
+    assert told["tensorboard"]["cpu_s"] > 0
+    assert (told["mlflow"]["shipped"], told["mlflow"]["complete"]) == (0, False)
+    assert tracker.report().lag.records == 3
+    (lacking,) = tracker.lacking
+    assert f"opd sync {run.directory}" in lacking
+    monkeypatch.setattr(TERMINAL, "lines", True)
+    show_summary(json.loads(json.dumps(summary | {"tracking": told})))
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert re.search(r"tracking: tensorboard everything, \d+\.\d s of CPU", shown)
+    assert re.search(r"tracking: mlflow INCOMPLETE, 0 records, .* \d+ failed attempts", shown)
+
+
+class FailingSink:
+    """A factory of a sink that cannot be made."""
+
+    def __init__(self) -> None:
+        self.called = threading.Event()
+
+    def __call__(self) -> Sink:
+        self.called.set()
+        raise ConnectionError("nobody listens")
+
+
+def test_a_tracked_run_says_what_it_is_and_when_it_began(run: RunRecord) -> None:
+    tracked = mlflow_run(run, PreflightReport())
+    assert tracked.tags["opd.kind"] == "run"
+    assert (tracked.began_at_s, tracked.over) == (1.0, False)
+    assert tracked.artifact_root == run.directory.parent / "mlartifacts"
+    other = mlflow_run(run, uri="http://elsewhere")
+    assert (other.tracking_uri, other.artifact_root) == ("http://elsewhere", None)
 
 
 def test_the_model_card_says_how_it_was_measured(run: RunRecord) -> None:

@@ -38,6 +38,8 @@ async def test_accuracy_is_the_mean_over_questions_and_samples(run: Any, judge: 
     assert result.accuracy_stderr == pytest.approx(math.sqrt(0.25 / 3))
     assert result.response_tokens_mean == 3
     assert result.truncated_fraction == 0.5
+    rewards = [[rollout.reward for rollout in group.rollouts] for group in result.groups]
+    assert [sum(of_one) for of_one in rewards] == [2, 1, 0], "question by question"
 
 
 async def test_one_question_has_no_standard_error(run: Any) -> None:

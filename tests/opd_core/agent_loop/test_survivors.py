@@ -208,6 +208,23 @@ def test_filtered_groups_with_another_reward_or_source_are_told(group_of: Make) 
     assert sums_share.startswith("data_source 'sums' is 55% of the filtered groups but 90%")
 
 
+def test_the_largest_difference_is_a_number_too_once_it_can_be_told(group_of: Make) -> None:
+    kept = [group_of(Status.COMPLETED, (4 + i % 2,)) for i in range(5)]
+    lost = [group_of(Status.FAILED, (8 + i % 2,)) for i in range(5)]
+    assert counted(*kept).bias_z is None
+    assert counted(*kept, *lost[:4]).bias_z is None
+    found = counted(*kept, *lost)
+    means = [Moments() for _ in range(2)]
+    for moments, base in zip(means, (8, 4), strict=True):
+        for i in range(5):
+            moments.take([base + i % 2])
+    assert found.bias_z == pytest.approx(difference_z(*means))
+    assert any(f"z = {found.bias_z:.1f}" in said for said in found.bias())
+    shorter = counted(*(group_of(Status.FAILED, (2 + i % 2,)) for i in range(5)), *kept)
+    assert shorter.bias_z is not None
+    assert shorter.bias_z > 3, "a difference of either sign"
+
+
 def test_losses_at_random_are_called_unbiased(group_of: Make) -> None:
     """100 draws of whole groups, whose rollouts share their prompt's length: hardly an alarm."""
     draw, alarms = random.Random(0), 0

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from opd_core.config import DevicesConfig, RunConfig, TrackingConfig
+from opd_core.config import CostConfig, DevicesConfig, RunConfig, TrackingConfig
+from opd_core.errors import ConfigError
 from opd_core.recipe import load_recipe, parse_config
 
 RECIPE = """
@@ -80,3 +81,19 @@ def test_a_relative_tracking_uri_means_the_working_directory_wherever_it_is_read
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert TrackingConfig(mlflow_uri=uri).mlflow_uri == meant.format(here=tmp_path)
+
+
+def test_where_an_answer_begins_is_a_regular_expression_that_compiles() -> None:
+    assert TrackingConfig(answer_pattern="Final: ").answer_pattern == "Final: "
+    with pytest.raises(ValidationError, match="no regular expression: missing"):
+        TrackingConfig(answer_pattern="(Final")
+
+
+def test_a_price_is_of_devices_and_of_teachers_that_there_are(recipe: Path) -> None:
+    assert load_recipe(recipe).cost is None
+    prices = load_recipe(recipe, ["cost={device_hour: 2.5}"]).cost
+    assert prices == CostConfig(currency="USD", device_hour=2.5, teacher_device_hour=None)
+    with pytest.raises(ConfigError, match=r"no teacher is named 'big'; the teachers are: none"):
+        load_recipe(recipe, ["cost={teacher_million_tokens: {big: 1}}"])
+    with pytest.raises(ConfigError, match=r"device_hour"):
+        load_recipe(recipe, ["cost={device_hour: -1}"])

@@ -21,6 +21,7 @@ from opd_core.objective import (
     reverse_kl_metrics,
     token_logprobs,
 )
+from opd_core.objective.metrics import teacher_metrics
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,10 @@ def test_a_train_step_needs_no_value_on_the_host() -> None:
         clamped=result.clamped.flatten(),
         source_index=torch.empty(B * T, device="meta"),
         sources=("math", "code"),
+    ) | teacher_metrics(
+        old_logprobs=logprobs.flatten(),
+        reverse_kl=k.flatten(),
+        opd_term=result.opd_term.flatten(),
     )
 
     assert [grad.shape for grad in grads] == [hidden.shape, weight.shape]

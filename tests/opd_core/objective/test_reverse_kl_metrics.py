@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opd_core.objective.metrics import reverse_kl_metrics, rollout_stderr
+from opd_core.objective.metrics import reverse_kl_metrics, rollout_stderr, teacher_metrics
 
 SOURCES = ("math", "code")
 finite = st.floats(-50, 50, allow_nan=False, width=32)
@@ -52,6 +52,8 @@ def test_numbers_by_hand() -> None:
             "advantage_std": 3.9157800414902435,
             "advantage_min": -3.0,
             "advantage_max": 6.0,
+            # The largest of 4, as 1 % of them is no whole token: 6 of 1 + 2 + 3 + 6.
+            "advantage_top1pct_share": 0.5,
             "response_tokens": 4.0,
             "opd_reverse_kl/math": 2.5,
             "opd_reverse_kl/code": -1.0,
@@ -150,6 +152,41 @@ def test_fields_of_different_lengths_are_refused() -> None:
 def test_a_source_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="distinct data sources"):
         metrics_of([1.0], sources=("math", "math"))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_top_share_is_that_of_the_largest_hundredth_whatever_its_sign(sign: float) -> None:
+    of_399 = metrics_of([0.0] * 399, [1.0] * 393 + [sign * 100.0] * 6)
+    # 1 % of 399 tokens is 3 whole ones.
+    assert of_399["advantage_top1pct_share"].item() == pytest.approx(300 / 993)
+    alike = metrics_of([0.0] * 500, [sign * 2.0] * 500)
+    assert alike["advantage_top1pct_share"].item() == pytest.approx(0.01)
+
+
+def test_advantages_of_zero_have_no_top_share() -> None:
+    assert metrics_of([1.0, 2.0])["advantage_top1pct_share"].item() == 0.0
+
+
+def teacher_of(old: list[float], k: list[float], opd_term: list[float]) -> dict[str, float]:
+    fields = (torch.tensor(values, dtype=torch.float32) for values in (old, k, opd_term))
+    names = ("old_logprobs", "reverse_kl", "opd_term")
+    told = teacher_metrics(**dict(zip(names, fields, strict=True)))
+    assert {(v.dtype, v.shape) for v in told.values()} == {(torch.float64, torch.Size([]))}
+    return {name: value.item() for name, value in told.items()}
+
+
+def test_what_the_teacher_says_by_hand() -> None:
+    # Teacher logprobs -1, -3, -5; of the term the deviations are 2, 0, -2.
+    told = teacher_of([-2.0, -2.5, -3.0], [-1.0, 0.5, 2.0], [3.0, 1.0, -1.0])
+    assert told == pytest.approx({"teacher_logprob_std": 2.0, "advantage_opd_std": 2.0})
+    told = teacher_of([-1.0, -1.0], [-1.0, 1.0], [0.0, 0.0])
+    assert told == pytest.approx({"teacher_logprob_std": 2**0.5, "advantage_opd_std": 0.0})
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_what_the_teacher_says_of_fewer_than_two_tokens_has_no_spread(tokens: int) -> None:
+    told = teacher_of([-2.0] * tokens, [1.0] * tokens, [3.0] * tokens)
+    assert told == {"teacher_logprob_std": 0.0, "advantage_opd_std": 0.0}
 
 
 def test_stderr_by_rollout_equals_that_of_the_mean_where_rollouts_have_one_token() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,12 +18,15 @@ from opd_core.config import TrackingConfig
 from opd_core.errors import ConfigError
 from opd_core.tracking import mlflow_sink
 from opd_core.tracking.journal import Journal, JournalReader, JournalRecord
+from opd_core.tracking.mlflow_check import PointCheck, check_points
 from opd_core.tracking.mlflow_sink import (
+    COMPLETE_TAG,
     MAX_PARAM_LENGTH,
     POINTS_PER_CALL,
     RUN_TAG,
     MlflowRun,
     MlflowSink,
+    artifact_root,
     bound_http_waits,
     flatten_params,
     tracking_uri,
@@ -339,6 +343,100 @@ def test_mlflows_own_check_accepts_every_accepted_name(name: str, shipped: Shipp
     _validate_tag(accepted, "value")
 
 
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(names=st.lists(st.text(st.characters(), max_size=270), unique=True, max_size=30))
+def test_metrics_of_any_data_sources_come_back_each_under_its_name(
+    names: list[str], shipped: Shipped
+) -> None:
+    """``st.characters()`` has lone surrogates too, which JSON can hold."""
+    sink = MlflowSink(shipped.another(uuid4().hex, params={}), connect=lambda uri: shipped.client)
+    metrics = {f"eval/accuracy/{name}": float(number) for number, name in enumerate(names)}
+    record = JournalRecord(1, 1700000000.0, metrics)
+    sink.log([record])
+    assert check_points("", sink.run_id, [record], lambda uri: shipped.client) == PointCheck(
+        len(names)
+    )
+
+
+def test_a_check_tells_what_is_missing_doubled_and_of_somebody_else(shipped: Shipped) -> None:
+    from mlflow.entities import Metric
+
+    class Doubling:
+        """A store that keeps a point twice."""
+
+        def get_metric_history(self, run_id: str, name: str) -> list[Metric]:
+            return [Metric("a", 1.0, 1000, 1)] * 2 + [Metric("a", 9.0, 9000, 9)]
+
+    records = [JournalRecord(step, float(step), {"a": 1.0, "nan": math.nan}) for step in (1, 2, 3)]
+    found = check_points("", "r", records, lambda uri: Doubling())
+    assert found == PointCheck(points=3, missing=2, doubled=1, foreign=1)
+    assert not found.exact
+    assert str(found) == "of 3 points: 2 missing, 1 doubled, 1 foreign"
+    assert check_points("", None, records).missing == 3
+    whole = check_points("", shipped.run_id, [], lambda uri: shipped.client)
+    assert str(whole) == "0 points, each exactly once"
+
+
+def test_a_metric_that_is_recorded_twice_at_a_step_ends_with_the_last_value(
+    shipped: Shipped,
+) -> None:
+    """A step that failed for want of groups is recorded, and again by the next attempt."""
+    records = [JournalRecord(3, 1700000000.0 + n, {"groups/failed": float(n)}) for n in range(2)]
+    for _ in range(2):
+        sink = MlflowSink(shipped.another("twice", params={}), connect=lambda uri: shipped.client)
+        sink.log(records)
+        assert [value for _, _, value in shipped.history("groups/failed", sink.run_id)] == [0, 1]
+        assert shipped.client.get_run(sink.run_id).data.metrics["groups/failed"] == 1
+
+
+def test_a_run_that_was_made_twice_is_kept_where_it_is_used(shipped: Shipped) -> None:
+    """A request whose answer came too late was sent again, and both were carried out."""
+    run = shipped.another("twins", params={})
+    first = MlflowSink(run, connect=lambda uri: shipped.client)
+    experiment = shipped.client.get_experiment_by_name(run.experiment).experiment_id
+    shipped.client.create_run(experiment, start_time=1, tags=run.tags)
+    first.log([JournalRecord(1, 1700000000.0, {"a": 1.0})])
+    again = MlflowSink(run, connect=lambda uri: shipped.client)
+    assert again.run_id == first.run_id
+    again.finish(Ending("FINISHED"))
+    left = shipped.client.search_runs([experiment], f"tags.`{RUN_TAG}` = 'twins'")
+    assert [one.info.run_id for one in left] == [first.run_id]
+
+
+def test_a_run_is_called_complete_only_once_all_of_its_ending_is_there(
+    shipped: Shipped, tmp_path: Path
+) -> None:
+    def complete() -> str | None:
+        tags: dict[str, str] = shipped.client.get_run(sink.run_id).data.tags
+        return tags.get(COMPLETE_TAG)
+
+    client = Interfering(shipped.client, {"log_artifact": ["before"]})
+    run = shipped.another("complete", params={})
+    sink = MlflowSink(run, connect=lambda uri: client)
+    (tmp_path / "one.txt").write_text("one")
+    ending = Ending("FINISHED", {}, (Artifact(tmp_path / "one.txt"),), at_s=1700000000.5)
+    with pytest.raises(ConnectionError):
+        sink.finish(ending)
+    assert complete() is None
+    sink.finish(ending)
+    assert complete() == "true"
+    assert shipped.client.get_run(sink.run_id).info.end_time == 1700000000500
+    MlflowSink(run, connect=lambda uri: shipped.client)
+    assert complete() == "false"
+
+
+def test_a_run_that_is_over_keeps_its_times_and_is_not_called_running_again(
+    shipped: Shipped,
+) -> None:
+    run = shipped.another("over", params={}, began_at_s=1600000000.0, over=True)
+    sink = MlflowSink(run, connect=lambda uri: shipped.client)
+    sink.finish(Ending("KILLED", at_s=1600000100.0))
+    MlflowSink(run, connect=lambda uri: shipped.client)
+    info = shipped.client.get_run(sink.run_id).info
+    assert (info.start_time, info.end_time) == (1600000000000, 1600000100000)
+    assert info.status == "KILLED"
+
+
 def test_two_processes_never_create_a_sqlite_schema_together(tmp_path: Path) -> None:
     inside, both, release = list[str](), threading.Event(), threading.Event()
 
@@ -375,6 +473,11 @@ def test_without_a_server_the_database_lies_in_the_run_root(tmp_path: Path) -> N
     assert uri == f"sqlite:///{tmp_path}/mlflow.db"
 
 
+def test_artifacts_lie_beside_a_database_and_else_where_the_server_says() -> None:
+    assert artifact_root("sqlite:////runs/mlflow.db?timeout=9") == Path("/runs/mlartifacts")
+    assert artifact_root("http://tracker:5000") is None
+
+
 @pytest.mark.parametrize("sign", ["%", "?", "#"])
 def test_a_run_root_that_no_sqlite_url_can_hold_is_refused(tmp_path: Path, sign: str) -> None:
     with pytest.raises(ConfigError, match=r"use another root, or name a server"):
@@ -407,6 +510,7 @@ def test_waits_are_bounded_only_where_the_environment_does_not_say_otherwise() -
     assert environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "300"
     assert int(environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]) < 7
     assert environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] == "true"
 
 
 def test_a_run_that_is_taken_up_again_runs_again_and_tells_by_whom(shipped: Shipped) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd_core.tracking.journal import Journal, JournalReader, JournalRecord
-from opd_core.tracking.shipper import RECORDS_PER_BATCH, Shipper
+from opd_core.tracking.shipper import RECORDS_PER_BATCH, Lag, Shipper, ShippingReport
 from opd_core.tracking.sink import Artifact, Ending
 
 PATIENCE_S = 20.0
@@ -392,6 +392,72 @@ def test_a_malformed_journal_ends_the_run_in_the_sinks_and_is_reported(
     assert report.journal_error is not None
     assert "line 2" in report.journal_error
     assert not report.complete
+
+
+def test_a_sink_that_is_away_lags_by_what_it_lacks_and_the_others_do_not(
+    path: Path, journal: Journal
+) -> None:
+    gate = threading.Event()
+    hanging, steady = FakeSink(gate=gate), FakeSink()
+    shipper = shipper_of(path, hanging=hanging, steady=steady)
+    assert shipper.report().lag == Lag()
+    journal.append(1, {})
+    shipper.start()
+    assert hanging.called.wait(PATIENCE_S)
+    waited_since = time.monotonic()
+    journal.append(2, {})
+    steady.wait_for(2)
+    while (report := shipper.report()).sinks["steady"].lag != Lag():
+        pass
+    assert report.lag == report.sinks["hanging"].lag
+    assert report.lag.records == 2
+    assert report.lag.seconds >= time.monotonic() - waited_since - 1
+    gate.set()
+    assert shipper.close(PATIENCE_S).lag == Lag()
+
+
+def test_records_of_an_earlier_attempt_count_from_when_they_are_read(path: Path) -> None:
+    path.write_text('{"train_step":1,"time":1000.0,"metrics":{}}\n')
+    shipper = shipper_of(path, sink=FakeSink())
+    lag = shipper.report().lag
+    assert (lag.records, lag.seconds < 60) == (1, True)
+
+
+def test_what_a_sink_computes_is_counted_and_not_what_it_waits(
+    path: Path, journal: Journal
+) -> None:
+    def compute(call: int) -> bool:
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+        return False
+
+    gate = threading.Event()
+    busy, idle = FakeSink(fails=compute), FakeSink(gate=gate)
+    journal.append(1, {})
+    shipper = shipper_of(path, busy=busy, idle=idle)
+    shipper.start()
+    busy.wait_for(1)
+    gate.set()
+    sinks = shipper.close(PATIENCE_S).sinks
+    assert sinks["busy"].cpu_s >= 0.2
+    assert 0 < sinks["idle"].cpu_s < 0.2
+
+
+def test_the_end_tells_how_far_it_is(path: Path, journal: Journal) -> None:
+    for step in range(3):
+        journal.append(step, {})
+    gate, told = threading.Event(), list[int]()
+
+    def progress(report: ShippingReport) -> None:
+        told.append(report.sinks["sink"].shipped)
+        gate.set()
+
+    shipper = shipper_of(path, sink=FakeSink(gate=gate))
+    shipper.start()
+    assert shipper.close(PATIENCE_S, ENDING, progress).complete
+    assert told[0] == 0
+    assert told[-1] <= 3
 
 
 def test_dropped_values_are_reported(path: Path, journal: Journal) -> None:

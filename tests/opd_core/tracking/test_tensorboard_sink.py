@@ -64,12 +64,15 @@ def test_a_replay_replaces_the_event_files_of_an_earlier_process(tmp_path: Path)
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_after_a_failed_write_the_next_one_goes_to_a_new_file(tmp_path: Path) -> None:
+def test_after_a_failed_write_the_batch_goes_to_a_new_file_and_is_there_once(
+    tmp_path: Path,
+) -> None:
     sink = TensorBoardSink(tmp_path)
     sink.log([JournalRecord(1, 1.0, {"a": 1.0})])
+    third = JournalRecord(3, 3.0, {"a": 3.0})
     with pytest.raises(ValueError, match="range"):
-        sink.log([JournalRecord(2**70, 2.0, {"a": math.nan})])
-    sink.log([JournalRecord(3, 3.0, {"a": 3.0})])
+        sink.log([third, JournalRecord(2**70, 2.0, {"a": math.nan})])
+    sink.log([third])
     sink.close()
     assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 2
     assert sink.dropped == 0  # counted once the batch is through

@@ -20,7 +20,8 @@ def loaded_after(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["journal", "shipper", "sink", "names", "mlflow_sink", "tensorboard_sink"]
+    "module",
+    ["journal", "shipper", "sink", "names", "mlflow_sink", "mlflow_check", "tensorboard_sink"],
 )
 def test_importing_a_module_imports_no_heavy_library(module: str) -> None:
     assert loaded_after(f"import opd_core.tracking.{module}") == set()

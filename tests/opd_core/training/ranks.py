@@ -6,6 +6,7 @@ Trains on the batches in FOLDER in every way that ``cases`` names and leaves wha
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +49,32 @@ class RecordingSGD(torch.optim.SGD):
 
 
 def run(student: Path, batches: list[Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Gradient of the first step, weights after all of them with SGD, and the curve of AdamW."""
+    """Gradient of the first step, weights after all of them with SGD, the curve of AdamW, and where
+    more than the teacher trains the weights without a measurement of the teacher's part."""
     made: list[RecordingSGD] = []
 
     def sgd(parameters: list[Any], training: Any) -> RecordingSGD:
         made.append(RecordingSGD([{"params": [p]} for p in parameters], lr=0.1))
-        return made[0]
+        return made[-1]
 
     learner = learner_of(student, opd_config(), make_optimizer=sgd, **settings)
     metrics = [learner.update(batch) for batch in batches]
     weights = learner.weights()
+    unmeasured: dict[str, torch.Tensor] = {}
+    if "reference_kl_weight" in settings:
+        other = learner_of(student, opd_config(), make_optimizer=sgd, **settings)
+        for batch in batches:
+            other.update(replace(batch, measure_teacher=False))
+        unmeasured = other.weights()
     adam = learner_of(student, opd_config(), **settings)
     curve = [adam.update(batch)["opd_reverse_kl"] for batch in [*batches, *batches]]
-    return {"gradient": made[0].first, "weights": weights, "metrics": metrics, "curve": curve}
+    return {
+        "gradient": made[0].first,
+        "weights": weights,
+        "unmeasured": unmeasured,
+        "metrics": metrics,
+        "curve": curve,
+    }
 
 
 def main() -> None:

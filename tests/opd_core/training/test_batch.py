@@ -122,3 +122,8 @@ def test_a_batch_of_truncated_answers_only_has_no_mini_batch() -> None:
 def test_more_optimizer_steps_than_samples_make_no_empty_mini_batch() -> None:
     batch = batch_of([group_of(0, [2, 2])], mini_batches=5)
     assert [mini.valid_tokens for mini in batch.mini_batches] == [2, 2]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_wish_for_the_teachers_own_gradient_goes_with_the_batch(asked: bool) -> None:
+    assert batch_of([group_of(0, [2])], measure_teacher=asked).measure_teacher is asked

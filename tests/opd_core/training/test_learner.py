@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean as mean_of
+from statistics import stdev
 from typing import Any
 
 import pytest
@@ -47,11 +49,37 @@ def test_metrics_are_those_of_an_independent_computation(
         for own, theirs in zip(sample.rollout_logprobs, sample.teacher_logprobs, strict=True)
     ]
     assert metrics["response_tokens"] == len(gaps)
-    mean = sum(g for g, _ in gaps) / len(gaps)
+    mean = mean_of([g for g, _ in gaps])
     assert metrics["opd_reverse_kl"] == pytest.approx(mean, abs=1e-5)
     of_b = [g for g, source in gaps if source == 1]
     assert metrics["opd_reverse_kl/b"] == pytest.approx(sum(of_b) / len(of_b), abs=1e-5)
     assert metrics["engine_logprob_gap"] < 1e-5
+    samples = batch.mini_batches[0].samples
+    own = [logprob for sample in samples for logprob in sample.rollout_logprobs]
+    assert metrics["entropy"] == pytest.approx(-mean_of(own), abs=1e-5)
+    theirs = [logprob for sample in samples for logprob in sample.teacher_logprobs]
+    assert metrics["teacher_logprob_std"] == pytest.approx(stdev(theirs), abs=1e-5)
+
+
+def test_the_teachers_part_of_the_advantages_is_told_beside_the_whole(
+    student_dir: Path, teacher_dir: Path
+) -> None:
+    batch = scored_batch(student_dir, teacher_dir)
+    (mini,) = batch.mini_batches
+    rewarded = (replace(sample, task_advantage=8.0) for sample in mini.samples[:1])
+    mini = replace(mini, samples=(*rewarded, *mini.samples[1:]))
+    batch = replace(batch, mini_batches=(mini,), baseline=0.4)
+    opd = opd_config(task_adv_weight=1.0, opd_adv_weight=0.5, kl_clamp=1.0)
+    metrics = learner_of(student_dir, opd).update(batch)
+    parts = [
+        (sample.task_advantage, 0.5 * (0.4 - max(-1.0, min(1.0, own - theirs))))
+        for sample in mini.samples
+        for own, theirs in zip(sample.rollout_logprobs, sample.teacher_logprobs, strict=True)
+    ]
+    assert metrics["advantage_opd_std"] == pytest.approx(stdev(opd for _, opd in parts), abs=1e-5)
+    sizes = [abs(sum(part)) for part in parts]
+    share = max(sizes) / sum(sizes)
+    assert metrics["advantage_top1pct_share"] == pytest.approx(share, abs=1e-5)
 
 
 def test_updates_bring_the_student_closer_to_the_teacher(
@@ -110,7 +138,8 @@ def test_a_run_without_teacher_trains_on_the_task_reward_alone(student_dir: Path
     batch = TrainBatch((MiniBatch((sample, other), 6),), ("a",), scored=False)
     metrics = learner_of(student_dir).update(batch)
     assert metrics["grad_norm"] > 0
-    assert not any(name.startswith("opd_") for name in metrics)
+    assert not any("opd_" in name or "teacher" in name for name in metrics)
+    assert metrics["entropy"] > 0
 
 
 def test_the_saved_student_loads_and_generates(student_dir: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def batches(student_dir: Path, teacher_dir: Path) -> list[Any]:
     """Three train steps: one with fewer samples than ranks, one with two optimizer steps, with
-    stale tokens and a tool's."""
-    return [
+    stale tokens and a tool's. In all of them the teacher's own gradient is measured."""
+    made = [
         scored_batch(student_dir, teacher_dir, samples=11, seed=1),
         scored_batch(student_dir, teacher_dir, samples=3, seed=2),
         with_tools(scored_batch(student_dir, teacher_dir, samples=7, mini_batches=2, seed=3)),
     ]
+    return [replace(batch, measure_teacher=True) for batch in made]
 
 
 @pytest.fixture(scope="module")
@@ -83,4 +85,7 @@ def test_any_number_of_ranks_gives_the_update_of_one(
         compare(of_rank_0, alone)
         # Metrics are those of all ranks, on each of them; only rank 0 hands weights out.
         assert all(other[case]["metrics"] == of_rank_0["metrics"] for other in told)
+        assert all("grad_norm_teacher" in metrics for metrics in of_rank_0["metrics"])
         assert not any(other[case]["weights"] for other in told[1:])
+        for name, weight in of_rank_0["unmeasured"].items():
+            assert torch.equal(weight, of_rank_0["weights"][name]), name

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from opd_core.config import ExperimentConfig
 from opd_core.errors import ActorLost, TrainingError
+from opd_core.training.files import TOKEN_KL_FOLDER
 from tests.opd_core.training.recorded_trainer import continue_run
 from tests.opd_core.training.whole_loop import config_of, journal, records_of, steps_of, train
 
@@ -24,6 +25,10 @@ KILLS = 12
 
 def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "student" / "model.safetensors")
+
+
+def token_kl_of(run_dir: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (run_dir / TOKEN_KL_FOLDER).iterdir()}
 
 
 def assert_same_student(run_dir: Path, other: Path) -> None:
@@ -98,8 +103,10 @@ async def test_wherever_a_run_dies_it_ends_with_the_same_bits(
     assert_same_student(run_dir, expected)
     assert [r["train_step"] for r in journal(run_dir)] == list(range(1, 7)), "each step once"
     names = ("opd_reverse_kl", "grad_norm", "data/epoch", "groups/completed", "learning_rate")
+    totals = ("total/student_tokens", "total/teacher_tokens")
     for found, wanted in zip(steps_of(run_dir), steps_of(expected), strict=True):
-        assert {n: found[n] for n in names} == {n: wanted[n] for n in names}
+        assert {n: found[n] for n in names + totals} == {n: wanted[n] for n in names + totals}
+    assert token_kl_of(run_dir) == token_kl_of(expected)
 
 
 async def test_no_rollout_is_trained_twice_or_lost(

@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 from opd_core.errors import SurvivorError, TeacherAway
 from opd_core.lifecycle.ports import reserve_ports
 from opd_core.tracking.journal import JournalReader
-from opd_core.training.files import JOURNAL_FILE
+from opd_core.training.evaluation_records import read_evaluations
+from opd_core.training.files import EVALUATIONS_FOLDER, JOURNAL_FILE, TOKEN_KL_FOLDER
 from opd_core.training.results import summarise
+from opd_core.training.token_kl import read_token_kls
 from tests.opd_core.training.whole_loop import config_of, journal, records_of, steps_of, train
 
 
@@ -36,6 +38,28 @@ async def test_pure_opd_needs_no_judge_and_logs_every_step(
     ]
     assert sum(shares) == pytest.approx(1.0)
     assert AutoModelForCausalLM.from_pretrained(outcome.student_path).config.vocab_size == 20
+
+
+async def test_a_run_keeps_where_its_reverse_kl_lies_and_what_it_cost(
+    student_dir: Path, data: Path, teacher_url: str, tmp_path: Path
+) -> None:
+    config = config_of(student_dir, data, teacher_url, cost={"device_hour": 3600.0})
+    await train(config, tmp_path / "run")
+    first, second = steps_of(tmp_path / "run")
+    for step, record in zip(
+        (first, second), read_token_kls(tmp_path / "run" / TOKEN_KL_FOLDER), strict=True
+    ):
+        tokens = sum(cell.tokens for cell in record.sums)
+        assert tokens == step["response_tokens"]
+        k = sum(cell.k for cell in record.sums) / tokens
+        assert k == pytest.approx(step["opd_reverse_kl"], abs=1e-5)
+        assert len(record.rollouts) == 4, "the first step and the last keep what there is"
+    assert second["total/student_tokens"] == first["response_tokens"] + second["response_tokens"]
+    scored = [step["teacher/scored_tokens"] for step in (first, second)]
+    assert second["total/teacher_tokens"] == sum(scored)
+    assert first["cost/money"] == pytest.approx(first["time/step_s"])
+    assert second["total/money"] == pytest.approx(first["time/step_s"] + second["time/step_s"])
+    assert 0 < second["time/tracking_share"] < 1
 
 
 async def test_with_a_store_no_score_is_paid_for_twice(
@@ -136,6 +160,12 @@ async def test_without_a_teacher_the_reward_trains_and_evaluation_measures(
     await train(config, tmp_path / "run")
     evaluated = [r for r in journal(tmp_path / "run") if "eval/accuracy" in r["metrics"]]
     assert [record["train_step"] for record in evaluated] == [0, 1, 2]
+    kept_evaluations = read_evaluations(tmp_path / "run" / EVALUATIONS_FOLDER)
+    for record, evaluation in zip(evaluated, kept_evaluations, strict=True):
+        assert record["train_step"] == evaluation.train_step
+        means = [question.mean for question in evaluation.questions]
+        assert record["metrics"]["eval/accuracy"] == pytest.approx(sum(means) / len(means))
+    assert not (tmp_path / "run" / TOKEN_KL_FOLDER).exists(), "there is no teacher"
     step = steps_of(tmp_path / "run")[0]
     assert step["rollout/reward_mean"] > 0
     assert step["grad_norm"] > 0

@@ -1,0 +1,76 @@
+"""Several runs, one verdict: which arm was better, how sure that is, and in what they differ.
+
+Nothing is trained and nothing is started; a comparison takes seconds, and may be repeated.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from prefect import flow
+from prefect.runtime import flow_run
+from pydantic import BaseModel, ConfigDict, Field
+
+from opd_core.analysis.comparison import Target
+from tasks.comparing import compare_runs, tell_comparison
+
+Axis = Literal["steps", "student_tokens", "teacher_tokens", "device_seconds", "money"]
+TARGET = Target()
+
+
+class CompareRequest(BaseModel):
+    """Which runs to compare, and at what."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    runs: list[str] = Field(
+        min_length=2,
+        description="Run ids, run directories or MLflow run ids; the first one's arm is the "
+        "baseline, runs that differ in their seed only are one arm",
+    )
+    metric: str = Field(TARGET.metric, min_length=1, description="What is to be better")
+    axis: Axis = Field("student_tokens", description="At equal what the runs are compared")
+    at: float | None = Field(
+        None, ge=0, description="Where on the axis; empty is the farthest point that all reached"
+    )
+    margin: float = Field(
+        TARGET.margin, gt=0, description="A smaller difference is none that matters"
+    )
+    references: list[str] = Field(
+        default_factory=list,
+        description="Further lines, each LABEL=FILE with an evaluation's record, as of `opd eval`",
+    )
+    root: str = Field("runs", min_length=1, description="Where runs lie that are named by their id")
+    mlflow: bool = Field(True, description="Keep the comparison in the runs' MLflow, and tag them")
+    mlflow_uri: str | None = Field(
+        None, description="MLflow in which run ids are looked up; empty is SQLite in the run root"
+    )
+
+    @property
+    def target(self) -> Target:
+        """At what the runs are compared."""
+        return Target(self.metric, self.axis, self.at, self.margin)
+
+
+def _run_name() -> str:
+    given = flow_run.parameters["request"]
+    request = CompareRequest.model_validate(given) if isinstance(given, dict) else given
+    first, second, *more = (Path(run).name for run in request.runs)
+    others = f"{second} and {len(more)} more" if more else second
+    return f"{request.metric} of {first} against {others}"
+
+
+@flow(name="compare", flow_run_name=_run_name)
+def compare(request: CompareRequest) -> dict[str, Any]:
+    """Compare runs; returns the verdict and where its page lies."""
+    compared = compare_runs(
+        request.runs,
+        request.target,
+        references=request.references,
+        root=Path(request.root),
+        mlflow=request.mlflow,
+        mlflow_uri=request.mlflow_uri,
+    )
+    tell_comparison(compared)
+    return compared.to_json()

@@ -1,0 +1,101 @@
+"""A student that goes the wrong way: its entropy collapses, or the reverse KL rises."""
+
+from __future__ import annotations
+
+from opd_core.analysis.detectors.finding import Finding, RunFacts
+from opd_core.analysis.detectors.history import History, Mean
+
+COLLAPSED = 1 / 3
+"""Entropy of now over that of the start; and the same of its share in the cross entropy. A student
+that learns well may get down to a third, and its share then rises."""
+REWARD_Z = 3.0
+"""Of a rise of the mean reward, over 5 train steps each: their scatter is a rough estimate."""
+RISEN = 1.5
+RISEN_NATS = 0.02
+"""A smaller rise is that of rounding."""
+RISEN_Z = 5.0
+"""High, since the lowest of many windows is low by luck too."""
+
+
+def entropy_collapse(history: History, facts: RunFacts) -> Finding | None:
+    """The student has become sure of itself, and not because it learned.
+
+    A student that learns gets sharper too. With a teacher the measure is entropy / (entropy +
+    reverse KL): the sum is the cross entropy to the teacher, so this is the share of the teacher's
+    surprise that the student foresaw, 1 for a perfect student. Learning raises it, or leaves it
+    where the teacher is sure itself; a collapse sends it to 0. Where a reward trains, it must not
+    have risen either.
+    """
+    entropy = history.change("entropy")
+    if not entropy or not _fell_to(entropy[0].value, entropy[1].value):
+        return None
+    if facts.task_adv_weight > 0 and not _reward_stays(history):
+        return None
+    kl = history.change("opd_reverse_kl") if facts.scored else None
+    if facts.scored and (kl is None or not _fell_to(*_foreseen(entropy, kl))):
+        return None
+    told = [_from_to("entropy", *entropy), *([_from_to("opd_reverse_kl", *kl)] if kl else [])]
+    keep = "lower training.learning_rate (now too high for this student)"
+    if facts.task_adv_weight > 0:
+        keep += ", raise training.reference_kl_weight or training.clip_high"
+    if facts.scored:
+        keep += ", set opd.kl_clamp (5) and opd.kl_baseline"
+    return Finding(
+        "entropy_collapse",
+        history.train_step,
+        "error",
+        ", ".join(told),
+        "the student is sure of its answers without having got better: it no longer tries others",
+        f"{keep}, and begin again from an earlier checkpoint with `opd run --fork`",
+    )
+
+
+def kl_rising(history: History, facts: RunFacts) -> Finding | None:
+    """The student moves away from its teacher: from where it began, or from where it was nearest.
+    Where a reward trains and rises, that is its price, not a fault."""
+    now = history.now("opd_reverse_kl")
+    if not facts.scored or now is None:
+        return None
+    befores = (history.at_start("opd_reverse_kl"), history.lowest_kl)
+    since = next((before for before in befores if before and _risen(before, now)), None)
+    if since is None or (facts.task_adv_weight > 0 and not _reward_stays(history)):
+        return None
+    return Finding(
+        "kl_rising",
+        history.train_step,
+        "warning",
+        f"{_from_to('opd_reverse_kl', since, now)} (z = {now.above(since):.1f})",
+        "the student moves away from its teacher instead of towards it",
+        "lower training.learning_rate, raise training.warmup_steps or training.prompts_per_step, "
+        "set opd.kl_clamp (5) and opd.kl_baseline; with a task reward lower opd.task_adv_weight",
+    )
+
+
+def _reward_stays(history: History) -> bool:
+    """Whether the reward certainly has not risen by much; False where that is not known."""
+    reward = history.change("rollout/reward_mean")
+    return reward is not None and reward[1].above(reward[0]) < REWARD_Z
+
+
+def _foreseen(entropy: tuple[Mean, Mean], kl: tuple[Mean, Mean]) -> tuple[float, float]:
+    """entropy / (entropy + reverse KL) at the start and now; the estimate of the latter may be
+    negative."""
+    first, last = (
+        own.value / (own.value + max(far.value, 0.0)) if own.value > 0 else 0.0
+        for own, far in zip(entropy, kl, strict=True)
+    )
+    return first, last
+
+
+def _fell_to(first: float, last: float) -> bool:
+    return first > 0 and last <= COLLAPSED * first
+
+
+def _risen(before: Mean, now: Mean) -> bool:
+    larger = now.value >= max(RISEN * before.value, before.value + RISEN_NATS)
+    return larger and now.above(before) >= RISEN_Z
+
+
+def _from_to(name: str, before: Mean, now: Mean) -> str:
+    first, last = f"{before.value:.3g} nats {before.steps}", f"{now.value:.3g} nats {now.steps}"
+    return f"{name} went from {first} to {last}"
