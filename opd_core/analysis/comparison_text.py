@@ -27,6 +27,14 @@ from opd_core.analysis.outcome import BETTER, CANNOT_TELL, NO_DIFFERENCE, WORSE,
 STYLES = {BETTER: "green", WORSE: "red", NO_DIFFERENCE: "blue", CANNOT_TELL: "yellow"}
 NUMBERS = {"seeds", "value", "difference", "p (Holm)", "more seeds"}
 """Columns that are aligned on the right."""
+NARROW = {
+    "these models, new questions": "models",
+    "new training runs": "training",
+    "difference": "diff",
+    "p (Holm)": "p",
+    "more seeds": "+seeds",
+}
+"""Headings at a terminal; what they stand for is told below the table."""
 ONLY_SEEDS = "They differ in nothing but the seed."
 
 
@@ -70,7 +78,18 @@ def comparison_markdown(
         lines.append(ONLY_SEEDS)
     runs = _markdown_table(run_headings(comparison), run_rows(comparison))
     lines += ["", f"{heading}# Runs", "", *runs]
+    lines += ["", "```sh", command_of(comparison), "```"]
     return "\n".join(lines) + "\n"
+
+
+def command_of(comparison: Comparison) -> str:
+    """The command that makes this comparison again, without its references."""
+    target = comparison.target
+    given = {"metric": target.metric, "axis": target.axis, "margin": f"{target.margin:g}"}
+    if target.at is not None:
+        given["at"] = f"{target.at:g}"
+    runs = " ".join(run.run_id for arm in comparison.arms for run in arm.runs)
+    return f"opd compare {runs} " + " ".join(f"--{name} {value}" for name, value in given.items())
 
 
 def title(comparison: Comparison) -> str:
@@ -84,7 +103,7 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -
     table = Table(title=title, title_justify="left", title_style="bold")
     for heading in headings:
         justify: Literal["left", "right"] = "right" if heading in NUMBERS else "left"
-        table.add_column(heading, justify=justify, overflow="fold")
+        table.add_column(NARROW.get(heading, heading), justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
     return table

@@ -44,7 +44,7 @@ def ending_mismatch(history: History, facts: RunFacts) -> Finding | None:
         )
     elif evidence := _cut_from_the_start(history, facts):
         level = "note"
-        cause = "most answers are cut before they end, so they are trained and judged as torsos"
+        cause = "most answers are cut before they end, and are trained and judged unfinished"
         cure = "raise sampling.max_new_tokens, or set training.truncated: mask or drop"
     else:
         return None
