@@ -6,13 +6,14 @@ Nothing is trained and nothing is started; a comparison takes seconds, and may b
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from prefect import flow
 from prefect.runtime import flow_run
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from opd_core.analysis.comparison import Target
+from opd_core.config.values import without_password
 from tasks.comparing import compare_runs, tell_comparison
 
 Axis = Literal["steps", "student_tokens", "teacher_tokens", "device_seconds", "money"]
@@ -22,7 +23,7 @@ TARGET = Target()
 class CompareRequest(BaseModel):
     """Which runs to compare, and at what."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     runs: list[str] = Field(
         min_length=2,
@@ -43,8 +44,10 @@ class CompareRequest(BaseModel):
     )
     root: str = Field("runs", min_length=1, description="Where runs lie that are named by their id")
     mlflow: bool = Field(True, description="Keep the comparison in the runs' MLflow, and tag them")
-    mlflow_uri: str | None = Field(
-        None, description="MLflow in which run ids are looked up; empty is SQLite in the run root"
+    mlflow_uri: Annotated[str, AfterValidator(without_password)] | None = Field(
+        None,
+        description="MLflow in which run ids are looked up; empty is SQLite in the run root. "
+        "Parameters are kept, so one with a password in it is refused",
     )
 
     @property

@@ -14,7 +14,12 @@
 ``settle``      what a dead flow could not write (``late_tracking``, ``flow_state``)
 ``reaping``     ends what dead runs left; ``receipts``: how a run's own end is shown
 ``cards``       the pair check card: terminal, artifact, run directory
-``tracking``    what is told of a run: model card, summary table; ``mlflow_run``: tags and params
+``summary``     what a run came to: summary, model card, table; ``findings``: known failures, live
+``tracking``    the journal to MLflow and TensorBoard; ``mlflow_run``: tags and params; ``sync``: once
+more, point by point
+``provenance``  code, packages and machine
+``evaluation``  a model's held-out accuracy, without a run
+``comparing``   runs found (``lookup``), compared, kept as files and in MLflow (``mlflow_compared``)
 ``console``     what a person at the terminal sees meanwhile
 ``temporary_server``  Prefect's server for the length of one command
 """

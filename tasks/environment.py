@@ -147,12 +147,20 @@ def _fork(source: Path, directory: Path) -> ForkPoint:
     return point
 
 
+THE_STUDENT = "the student"
+
+
+def the_teacher(name: str) -> str:
+    """What a teacher's fingerprint is of."""
+    return f"teacher {name!r}"
+
+
 def find_fingerprints(config: ExperimentConfig, checked: PreflightReport) -> dict[str, str]:
     """Of all that a run is made of and that lies here: its models and its data. The weights behind
     an external server are not known."""
-    found = {f"teacher {name!r}": facts.fingerprint for name, facts in checked.teachers.items()}
+    found = {the_teacher(name): facts.fingerprint for name, facts in checked.teachers.items()}
     if checked.student is not None:
-        found["the student"] = checked.student.fingerprint
+        found[THE_STUDENT] = checked.student.fingerprint
     data = {"data.train": config.data.train, "data.evaluation": config.data.evaluation}
     return found | {key: fingerprint([Path(file)]) for key, file in data.items() if file}
 

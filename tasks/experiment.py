@@ -50,7 +50,7 @@ def experiment(
             supervisor = _start_supervisor(run, lease)
             guard.end_run = supervisor.end
             session = Session(run, checked, supervisor, keys, seconds={"checks": checked.seconds})
-        tracker = Tracker.start(run, checked)
+        tracker = Tracker.start(run)
         session.shipping = tracker.report
         yield session
     except BaseException as raised:  # also Prefect's termination signal and Ctrl-C

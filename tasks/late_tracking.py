@@ -7,29 +7,25 @@ written anew. Used by ``tasks.settle``, which leaves alone what is marked as com
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from opd_core.analysis.report import write_report
 from opd_core.errors import OPDError
-from opd_core.lifecycle.records import RECEIPT_FILE, Receipt
+from opd_core.lifecycle.records import Receipt
 from opd_core.tracking.journal import JournalRecord
 from opd_core.tracking.mlflow_sink import COMPLETE_TAG, MlflowRun, MlflowSink, find_run
 from opd_core.tracking.sink import Ending, Sink
 from opd_core.training.attempts import end_attempt
-from opd_core.training.files import RUN_FILE, SUMMARY_FILE
+from opd_core.training.files import REPORT_FILE, RUN_FILE, SUMMARY_FILE
+from tasks.console import warn
 from tasks.environment import RunRecord
 from tasks.mlflow_run import ATTEMPTS_TAG, STATUS_TAG, mlflow_run, mlflow_status
 from tasks.summary import late_summary, read_summary, write_summary
 from tasks.tracking import Tracker
-
-
-class Lacking(OPDError):
-    """Something of a run could not be written where it belongs."""
 
 
 class Reasons(list[str]):
@@ -44,21 +40,6 @@ class Reasons(list[str]):
             first, *_ = str(error).strip().splitlines() or [""]
             kind = "" if isinstance(error, OPDError) else f"{type(error).__name__}: "
             self.append(f"{what}: {kind}{first}")
-
-
-@contextmanager
-def alone(directory: Path) -> Iterator[None]:
-    """One process at a time. Raises :class:`Lacking` also while the run has no receipt."""
-    try:
-        receipt = (directory / RECEIPT_FILE).open("r+b")  # NFS locks only what can be written
-    except FileNotFoundError:
-        raise Lacking(f"expected {directory / RECEIPT_FILE}: it has not ended yet") from None
-    with receipt:
-        try:
-            fcntl.flock(receipt, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Lacking("another process is settling it right now") from None
-        yield
 
 
 class CompleteSink:
@@ -82,7 +63,7 @@ class CompleteSink:
 
 @dataclass(frozen=True, slots=True)
 class LateTracking:
-    """A run's summary, written where nobody did, on its way to everywhere."""
+    """A run's summary and report, written where nobody did, on their way to everywhere."""
 
     run: RunRecord
     summary: dict[str, Any]
@@ -104,6 +85,15 @@ class LateTracking:
         summary = _summary(run, receipt, reasons)
         sink = None if mlflow is None else partial(MlflowSink, mlflow)
         return cls(run, summary, Tracker.through(run, sink))
+
+    def write_report(self) -> None:
+        """Where nobody did, and before :meth:`finish`, so that MLflow gets it. A run is settled
+        without one too: what stands in its way is told."""
+        try:
+            if not (self.run.directory / REPORT_FILE).exists():
+                write_report(self.run.directory)
+        except Exception as error:
+            warn(f"the report could not be written: {type(error).__name__}: {error}")
 
     def finish(self, within_s: float, reasons: Reasons, **how: Any) -> str | None:
         """Ship the rest, as :meth:`Tracker.finish` does. Returns MLflow's run id."""

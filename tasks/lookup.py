@@ -11,6 +11,7 @@ from opd_core.config import TrackingConfig
 from opd_core.errors import ConfigError
 from opd_core.tracking.mlflow_comparison import tags_of
 from opd_core.tracking.mlflow_sink import RUN_TAG, bound_http_waits, tracking_uri
+from opd_core.tracking.shipper import short_error, without_credentials
 from opd_core.training.files import RUN_FILE
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
@@ -44,18 +45,19 @@ def _find(name: str, root: Path, mlflow_uri: str | None) -> Path:
 
 def _find_by_mlflow(name: str, root: Path, mlflow_uri: str | None) -> Path:
     uri = tracking_uri(TrackingConfig(mlflow_uri=mlflow_uri), root)
+    place = f"MLflow at {without_credentials(uri)}"
     bound_http_waits()
     try:
         tags = tags_of(uri, name)
     except Exception as error:
         raise ConfigError(
-            f"run {name}: MLflow at {uri} does not answer ({type(error).__name__}: {error}): name "
-            "the run by its id or its directory"
+            f"run {name}: {place} does not answer ({short_error(error)}): name the run by its id "
+            "or its directory"
         ) from None
     told, run_id = tags.get(DIRECTORY_TAG), tags.get(RUN_TAG)
     if not tags or not (told or run_id):
         raise ConfigError(
-            f"MLflow at {uri} knows no run {name} of this project: expected MLflow's id of a "
+            f"{place} knows no run {name} of this project: expected MLflow's id of a "
             "tracked run; if it lies in another MLflow, name that one"
         )
     for directory in (Path(told or ""), root / (run_id or "")):

@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import subprocess
-from pathlib import Path
 
 from prefect.runtime import deployment
 
-from opd_core.preflight import PreflightReport
 from opd_core.tracking.mlflow_sink import (
     RUN_TAG,
     MlflowRun,
@@ -19,7 +16,8 @@ from opd_core.tracking.mlflow_sink import (
     tracking_uri,
 )
 from opd_core.tracking.sink import RunStatus
-from tasks.environment import RunRecord
+from tasks.environment import THE_STUDENT, RunRecord, the_teacher
+from tasks.provenance import git_commit
 
 KIND_TAG, RUN_KIND = "opd.kind", "run"
 STATUS_TAG, ATTEMPTS_TAG = "opd.status", "opd.attempts"
@@ -31,33 +29,14 @@ def recipe_hash(run: RunRecord) -> str:
     return hashlib.sha256(json.dumps(run.config.resolved()).encode()).hexdigest()[:12]
 
 
-def git_commit() -> str:
-    """The commit of the code, with ``+changes`` if the working tree differs; ``unknown``
-    outside."""
-    root = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
-        )
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    commit = git("rev-parse", "--short=12", "HEAD")
-    if not commit:
-        return "unknown"
-    return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-
-
 def mlflow_status(status: str) -> RunStatus:
     """MLflow's word for a summary's status."""
     return MLFLOW_STATUS.get(status, "FAILED")
 
 
-def mlflow_run(
-    run: RunRecord, checked: PreflightReport | None = None, uri: str | None = None
-) -> MlflowRun:
-    """The run as MLflow is to keep it, by default where its recipe says. Without ``checked`` (the
-    flow is at its end) the run is over, and what only the flow knew stays as it is in MLflow."""
+def mlflow_run(run: RunRecord, *, uri: str | None = None, over: bool = True) -> MlflowRun:
+    """The run as MLflow is to keep it, by default where its recipe says. Its flow, for which it is
+    not ``over``, tells one thing more: its deployment in Prefect."""
     config = run.config
     uri = uri or tracking_uri(config.tracking, run.directory.parent)
     return MlflowRun(
@@ -66,9 +45,9 @@ def mlflow_run(
         experiment=config.tracking.experiment,
         run_name=run.run_id,
         params=flatten_params(config.resolved()),
-        tags=_tags(run) | (_tags_of_the_flow(checked) if checked is not None else {}),
+        tags=_tags(run) | ({} if over else {"prefect.deployment_id": str(deployment.id or "")}),
         began_at_s=run.history.attempts[0].started_at,
-        over=checked is None,
+        over=over,
     )
 
 
@@ -86,16 +65,16 @@ def _tags(run: RunRecord) -> dict[str, str]:
     if (forked_from := run.history.forked_from) is not None:
         tags["opd.forked_from"] = forked_from.run_id
         tags["opd.forked_at_step"] = str(forked_from.train_step)
-    return tags
+    return tags | _made_of(run)
 
 
-def _tags_of_the_flow(checked: PreflightReport) -> dict[str, str]:
-    tags = {
-        "opd.student_fingerprint": checked.student.fingerprint if checked.student else "",
-        "git.commit": git_commit(),
-        "prefect.deployment_id": str(deployment.id or ""),
+def _made_of(run: RunRecord) -> dict[str, str]:
+    """Only what was recorded: MLflow may know of an older run what its directory does not tell."""
+    opd, fingerprints = run.config.opd, run.history.fingerprints
+    keys = {"opd.student_fingerprint": THE_STUDENT} | {
+        f"opd.teacher_fingerprint.{teacher.name}": the_teacher(teacher.name)
+        for teacher in (opd.teachers if opd else ())
     }
-    return tags | {
-        f"opd.teacher_fingerprint.{name}": facts.fingerprint
-        for name, facts in checked.teachers.items()
-    }
+    found = {tag: fingerprints[key] for tag, key in keys.items() if key in fingerprints}
+    commit = git_commit(run.directory)
+    return found | ({"git.commit": commit} if commit else {})

@@ -33,6 +33,8 @@ PACKAGES = (
 )
 SERVERS = ("sglang", "lmdeploy")
 LIMIT_S = 10.0
+MOST_READ = 8 << 20
+"""Bytes of untracked files whose content is looked at."""
 CPU_FACTS = Path("/proc/cpuinfo")
 
 
@@ -46,11 +48,10 @@ def add_provenance(directory: Path, config: ExperimentConfig, started_at: float)
 def provenance(config: ExperimentConfig, started_at: float) -> dict[str, Any]:
     """Code, packages and machine of this process. What cannot be found out is empty."""
     folder = Path(opd_core.__file__).parent
-    changes = _git(folder, "diff", "HEAD")
     return {
         "started_at": started_at,
         "git_commit": _git(folder, "rev-parse", "HEAD").decode().strip(),
-        "git_changes": hashlib.blake2b(changes, digest_size=8).hexdigest() if changes else "",
+        "git_changes": uncommitted_changes(folder, apart=config.run.root_dir),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
@@ -58,6 +59,40 @@ def provenance(config: ExperimentConfig, started_at: float) -> dict[str, Any]:
         "gpus": [row[0] for row in ask_driver("name", LIMIT_S)],
         "packages": _versions(PACKAGES, sys.path) | _server_versions(config),
     }
+
+
+def uncommitted_changes(folder: Path, *, apart: Path) -> str:
+    """A hash of what the working tree around ``folder`` has beyond its commit: changes, and files
+    that are neither tracked nor ignored, without those in ``apart``; empty where there is nothing.
+    Of files that do not fit into ``MOST_READ`` bytes only the name counts."""
+    changes = [_git(folder, "diff", "HEAD")]
+    names = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", ":/").split(b"\0")
+    left = MOST_READ
+    for name in sorted(filter(None, names)):
+        path = Path(os.path.realpath(folder / os.fsdecode(name)))
+        if not path.is_relative_to(os.path.realpath(apart)):
+            changes += [name, content := _content(path, left)]
+            left -= len(content)
+    return hashlib.blake2b(b"\0".join(changes), digest_size=8).hexdigest() if any(changes) else ""
+
+
+def _content(path: Path, at_most: int) -> bytes:
+    """Nothing of a file that is larger, or cannot be read."""
+    try:
+        small = path.is_file() and path.stat().st_size <= at_most
+        return path.read_bytes() if small else b""
+    except OSError:
+        return b""
+
+
+def git_commit(directory: Path) -> str:
+    """The commit of the code in the run's latest attempt, with ``+changes`` if the working tree
+    differed; ``unknown`` outside of one, empty where nothing was recorded."""
+    attempts = _earlier(directory / PROVENANCE_FILE)
+    if not attempts:
+        return ""
+    commit, changes = attempts[-1]["git_commit"], attempts[-1]["git_changes"]
+    return (commit[:12] or "unknown") + ("+changes" if changes else "")
 
 
 def _earlier(file: Path) -> list[Any]:

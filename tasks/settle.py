@@ -15,15 +15,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from opd_core.errors import ServingError
+from opd_core.errors import OPDError, ServingError
 from opd_core.lifecycle.ledger import LEDGER_FILE, read_ledger
 from opd_core.lifecycle.records import Receipt, read_receipt
 from opd_core.quiet import apply_defaults
+from opd_core.training.alone import alone
 from opd_core.training.attempts import read_history
 from opd_core.training.files import RUN_FILE
 from opd_core.training.jobs import HTTP_ERRORS, StudentJob, connect_jobs
 from tasks.flow_state import RunEnd, api_states, settle_earlier, settle_flow_run
-from tasks.late_tracking import Lacking, LateTracking, Reasons, alone
+from tasks.late_tracking import LateTracking, Reasons
 from tasks.summary import late_status
 from tasks.temporary_server import configured_api, ensure_prefect_api, lasting_api
 from tasks.tracking import load_run
@@ -37,6 +38,10 @@ SERVER_START_S = 45.0
 API_TIMEOUT_S = 10.0
 CONFIGURED = "env"
 """In place of Prefect's API: the one that environment and profile name."""
+
+
+class Lacking(OPDError):
+    """Something of a run could not be written where it belongs."""
 
 
 def settle_command(directory: Path) -> tuple[str, ...]:
@@ -84,6 +89,7 @@ def _settle(directory: Path, reasons: Reasons, tracking_s: float) -> None:
     with reasons.of("Prefect"):
         _settle_in_prefect(directory, receipt)
     if tracking is not None:
+        tracking.write_report()
         left_s = max(min(tracking_s, give_up_at - time.monotonic()), LEAST_TRACKING_S)
         tracking.write_down(tracking.finish(left_s, reasons), reasons)
 

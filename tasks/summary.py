@@ -19,7 +19,7 @@ from opd_core.analysis.run_data import Series
 from opd_core.errors import DataError
 from opd_core.lifecycle.records import Receipt
 from opd_core.preflight import PreflightReport
-from opd_core.tracking.journal import JournalReader, JournalRecord
+from opd_core.tracking.journal import JournalRecord, read_all
 from opd_core.training.attempts import COMPLETED, can_go_on
 from opd_core.training.files import JOURNAL_FILE, MODEL_CARD_FILE, RESULT_FILE, SUMMARY_FILE
 from opd_core.training.forks import name_of
@@ -28,7 +28,8 @@ from opd_core.whole_file import write_whole
 from tasks.console import CONSOLE, TERMINAL, announce, log, print_result, warn
 from tasks.environment import RunRecord
 from tasks.guard import TIMED_OUT
-from tasks.mlflow_run import git_commit, recipe_hash
+from tasks.mlflow_run import recipe_hash
+from tasks.provenance import git_commit
 
 GROUPS = ("completed", "filtered", "failed")
 PACKAGES = ("torch", "transformers", "ray", "prefect", "mlflow")
@@ -133,11 +134,14 @@ def _read_result(run: RunRecord) -> RunResult:
 
 
 def _read_records(run: RunRecord) -> list[JournalRecord]:
+    """Those before a line that cannot be read, which is told."""
+    records: list[JournalRecord] = []
     try:
-        return JournalReader(run.directory / JOURNAL_FILE).read()
+        for record in read_all(run.directory / JOURNAL_FILE):
+            records.append(record)
     except (OSError, DataError) as error:
         warn(f"the journal cannot be read to its end: {error}")
-        return []
+    return records
 
 
 def write_summary(run: RunRecord, summary: Mapping[str, Any]) -> None:
@@ -172,7 +176,8 @@ def write_model_card(run: RunRecord, checked: PreflightReport, summary: Mapping[
         f"- opd_reverse_kl (nats/token, first and last five train steps): "
         f"{_span(summary['opd_reverse_kl'])}",
         f"- Groups: {summary['groups']}",
-        f"- Recipe hash {recipe_hash(run)}, code {git_commit()}, {versions}",
+        f"- Recipe hash {recipe_hash(run)}, code {git_commit(run.directory) or 'unknown'}, "
+        f"{versions}",
     ]
     if (forked_from := run.history.forked_from) is not None:
         lines.append(f"- Began from train step {forked_from.train_step} of {forked_from.run_id}")

@@ -20,16 +20,17 @@ from opd_core.errors import ConfigError, OPDError
 from opd_core.lifecycle.ledger import LEDGER_FILE, is_held
 from opd_core.lifecycle.records import Receipt, read_receipt
 from opd_core.lifecycle.registry import Registry
-from opd_core.tracking.journal import JournalReader, JournalRecord
+from opd_core.tracking.journal import read_all
 from opd_core.tracking.mlflow_check import PointCheck, check_points
 from opd_core.tracking.mlflow_sink import MlflowRun, bound_http_waits, find_run
 from opd_core.tracking.shipper import ShippingReport, short_error, without_credentials
+from opd_core.training.alone import alone
 from opd_core.training.attempts import end_leftovers, read_history
 from opd_core.training.files import JOURNAL_FILE, TOKEN_KL_FOLDER
 from opd_core.training.lineage import find_run as find_directory
 from tasks.console import CONSOLE, TERMINAL
 from tasks.environment import RunRecord
-from tasks.late_tracking import LateTracking, Reasons, alone
+from tasks.late_tracking import LateTracking, Reasons
 from tasks.mlflow_run import mlflow_run
 from tasks.tracking import KEPT, load_run
 
@@ -128,6 +129,7 @@ class _Sync:
     def run(self, within_s: float, *, writes_down: bool) -> SyncReport:
         reasons, before = Reasons(), self.compare()
         tracking = LateTracking.comparing(self.record, self.receipt, reasons, self.mlflow)
+        tracking.write_report()
         directory = self.record.directory
         large = _too_large(directory)
         kept = [name for name in (*KEPT, TOKEN_KL_FOLDER) if name not in large]
@@ -149,7 +151,7 @@ class _Sync:
     def compare(self) -> PointCheck | None:
         if self.mlflow is None:
             return None
-        records = _read_journal(self.record.directory / JOURNAL_FILE)
+        records = list(read_all(self.record.directory / JOURNAL_FILE))
         uri = self.mlflow.tracking_uri
         try:
             found = find_run(self.mlflow)
@@ -160,15 +162,6 @@ class _Sync:
                 f"MLflow at {without_credentials(uri)}: {short_error(error)}; try again when it "
                 "answers, or name another one (--mlflow-uri)"
             ) from None
-
-
-def _read_journal(path: Path) -> list[JournalRecord]:
-    """All of it. Raises :class:`~opd_core.errors.DataError`."""
-    reader = JournalReader(path)
-    records: list[JournalRecord] = []
-    while added := reader.read():
-        records += added
-    return records
 
 
 def _too_large(directory: Path) -> dict[str, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from opd_core.lifecycle.ledger import LEDGER_FILE
 from opd_core.lifecycle.records import RECEIPT_FILE
-from opd_core.preflight import PreflightReport
 from opd_core.recipe import load_recipe
 from opd_core.tracking.journal import JournalReader
 from opd_core.tracking.mlflow_sink import MlflowSink, bound_http_waits
@@ -55,9 +54,9 @@ class Tracker:
         self.lacking: tuple[str, ...] = ("tracking is not at its end",)
 
     @classmethod
-    def start(cls, run: RunRecord, checked: PreflightReport) -> Tracker:
+    def start(cls, run: RunRecord) -> Tracker:
         """Start shipping in the background; returns at once."""
-        sink = partial(MlflowSink, mlflow_run(run, checked))
+        sink = partial(MlflowSink, mlflow_run(run, over=False))
         return cls.through(run, sink if run.config.tracking.mlflow else None)
 
     @classmethod
@@ -125,18 +124,24 @@ class Tracker:
         )
         report = self._shipper.close(within_s, ending, progress)
         self._finished = True
-        if report.journal_error is not None:
-            warn(f"the journal cannot be read to its end: {report.journal_error}")
-        self.lacking = tuple(
-            f"{name} is incomplete ({sink.shipped} of {report.records_read} records; "
-            f"{sink.last_error}); {run.directory / JOURNAL_FILE} holds everything, and later "
-            f"`opd sync {name_of(run.directory)}` brings it"
-            for name, sink in report.sinks.items()
-            if not sink.complete
-        )
+        self.lacking = tuple(_lacking(run.directory, report))
         for lacking in self.lacking:
             warn(lacking)
         return self.mlflow_run_id
+
+
+def _lacking(directory: Path, report: ShippingReport) -> Iterator[str]:
+    """What has not arrived; a journal that cannot be read is told once, not for each sink."""
+    later = f"later `opd sync {name_of(directory)}` brings it"
+    lacking = {name: sink for name, sink in report.sinks.items() if not sink.complete}
+    if lacking and report.journal_error is not None:
+        yield f"the journal cannot be read to its end: {report.journal_error}; {later}"
+    for name, sink in lacking.items():
+        if report.journal_error is None or sink.last_error != report.journal_error:
+            yield (
+                f"{name} is incomplete ({sink.shipped} of {report.records_read} records; "
+                f"{sink.last_error}); {directory / JOURNAL_FILE} holds everything, and {later}"
+            )
 
 
 def _ended_at(directory: Path) -> float | None:

@@ -4,6 +4,7 @@ one at the target, and curves of an arm's seeds together."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from opd_core.analysis.outcome import AXES, ArmCurve
 from opd_core.analysis.run_data import RunData, Steps, Values
 
 NEAR = 0.05
-"""Runs end at slightly different token counts: so much beyond the target is still "at" it, and so
-much before it needs no warning. Train steps are exact."""
+"""Runs end at slightly different token counts: what was measured so much before or beyond the
+target is still "at" it. Train steps are exact."""
 CURVE_POINTS = 200
 CURVE_METRICS = (
     "eval/accuracy",
@@ -23,6 +24,23 @@ CURVE_METRICS = (
     "rollout/reward_mean",
     "grad_norm",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a run is taken: after ``train_step``; with ``train_step_after``, on the straight line
+    between both measurements, this ``fraction`` of the way."""
+
+    axis_value: float
+    train_step: int
+    train_step_after: int | None = None
+    fraction: float = 0.0
+
+    @property
+    def train_steps(self) -> tuple[int, ...]:
+        """After which the run was measured."""
+        after = self.train_step_after
+        return (self.train_step,) if after is None else (self.train_step, after)
 
 
 class Axis:
@@ -39,10 +57,9 @@ class Axis:
         index = int(np.searchsorted(self._steps, train_step, side="right")) - 1
         return float(self._values[index]) if index >= 0 else 0.0
 
-    @property
-    def reached(self) -> float:
-        """The value after the last train step."""
-        return float(self._values[-1])
+    def covers(self, train_step: int) -> bool:
+        """Whether the axis was recorded up to that train step."""
+        return bool(train_step <= self._steps[-1])
 
 
 def axis_of(run: RunData, name: str) -> Axis | None:
@@ -81,15 +98,19 @@ def common_axes(runs: Sequence[RunData]) -> tuple[tuple[str, ...], list[str]]:
     return tuple(common), sentences
 
 
-def taken_step(axis: Axis, measured: Sequence[int], at: float) -> int | None:
-    """The last measured train step at or before ``at``; None where there is none."""
-    limit = at if axis.name == "steps" else at * (1 + NEAR)
-    return max((step for step in measured if axis.at(step) <= limit), default=None)
-
-
-def fell_short(axis: Axis, value: float, at: float) -> bool:
-    """Whether ``value`` lies clearly before ``at``."""
-    return value < (at if axis.name == "steps" else at * (1 - NEAR))
+def spot_at(axis: Axis, measured: Sequence[int], at: float) -> Spot | None:
+    """The nearest of the measured train steps if it is at ``at``, else the two around it; None
+    before the first and beyond the last."""
+    near = 0.0 if axis.name == "steps" else at * NEAR
+    places = [(axis.at(step), step) for step in measured]
+    distance, nearest = min((abs(place - at), -step) for place, step in places)
+    if distance <= near:
+        return Spot(axis.at(-nearest), -nearest)
+    before = max((each for each in places if each[0] < at), default=None)
+    after = min((each for each in places if each[0] > at), default=None)
+    if before is None or after is None:
+        return None
+    return Spot(at, before[1], after[1], (at - before[0]) / (after[0] - before[0]))
 
 
 def arm_curves(
@@ -113,7 +134,8 @@ def _curve(
         {int(s): float(v) for s, v in zip(steps, values, strict=True) if np.isfinite(v)}
         for steps, values in series
     ]
-    steps = sorted(set.intersection(*(set(each) for each in points)))
+    common = set.intersection(*(set(each) for each in points))
+    steps = sorted(step for step in common if all(axis.covers(step) for axis in axes))
     if not steps:
         return None
     kept = np.linspace(0, len(steps) - 1, min(len(steps), CURVE_POINTS)).round().astype(int)

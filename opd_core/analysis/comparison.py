@@ -9,7 +9,7 @@ comes of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from opd_core.analysis.differences import find_differences
 from opd_core.analysis.measuring import (
     Measured,
     lower_is_better,
+    margin_of,
     of_question,
     question_values,
 )
@@ -76,6 +77,7 @@ def compare(
     """
     if not runs:
         raise ConfigError("expected runs to compare, got none")
+    target = replace(target, margin=margin_of(target.metric, target.margin))
     axes, warnings = common_axes(runs)
     at, measured, said = measure_runs(runs, target)
     warnings += said
@@ -146,7 +148,7 @@ def _alike(record: EvaluationRecord, measured: Measured) -> bool:
     return all(
         each.temperature == record.temperature
         for each in measured.run.evaluations
-        if each.train_step == measured.train_step
+        if each.train_step in measured.spot.train_steps
     )
 
 
@@ -164,7 +166,16 @@ def _arm(
         label=group.label,
         baseline=baseline,
         runs=tuple(
-            ArmRun(m.run.run_id, m.run.seed, m.train_step, m.axis_value, m.value) for m in found
+            ArmRun(
+                m.run.run_id,
+                m.run.seed,
+                m.spot.train_step,
+                m.spot.axis_value,
+                m.value,
+                m.spot.train_step_after,
+                m.spot.fraction,
+            )
+            for m in found
         ),
         value=pooled.value,
         models=models_interval(pooled),

@@ -24,6 +24,7 @@ from opd_core.training.token_kl import (
     KeptRollout,
     KLSum,
     TokenKL,
+    keeps_rollouts,
     read_token_kl,
 )
 
@@ -124,7 +125,8 @@ def _with_rollouts(read: Iterable[TokenKL], unread: Iterable[Path]) -> TokenKL |
     for record in read:
         if record.rollouts:
             return record
-    return next((r for r in map(read_token_kl, unread) if r.rollouts), None)
+    records = map(read_token_kl, filter(keeps_rollouts, unread))
+    return next((record for record in records if record.rollouts), None)
 
 
 def _sums(records: Iterable[TokenKL]) -> list[KLSum]:

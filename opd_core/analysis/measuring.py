@@ -3,55 +3,69 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
 
 from opd_core.agent_loop.evaluation import RIGHT_REWARD, pass_at_k
+from opd_core.analysis.alignment import Spot
 from opd_core.analysis.run_data import RunData
+from opd_core.errors import ConfigError
 from opd_core.training.evaluation_records import EvaluationRecord, QuestionResult
 from opd_core.training.results import AVERAGED_STEPS
 
 OfQuestion = Callable[[QuestionResult], float]
 
+HIGHER_IS_BETTER = ("eval/accuracy", "eval/accuracy/*", "eval/pass_at_*", "rollout/reward_mean")
 LOWER_IS_BETTER = (
-    "*kl*",
-    "*_gap",
-    "*abs_logprob_diff",
-    "*truncated*",
-    "*response_tokens*",
-    "*latency*",
+    "opd_reverse_kl*",
+    "opd_abs_logprob_diff*",
     "time/*",
     "cost/*",
-    "total/*",
-    "lost/*",
-    "groups/failed",
+    "total/money",
+    "total/device_seconds",
 )
-"""Of all other metrics a larger value is the better one."""
+"""Of any other metric neither is better: a longer answer may be the better one, or not."""
+SHARES = ("accuracy", "fraction", "share", "pass_at_")
+"""Words in the names of metrics that lie between 0 and 1."""
+SHARE_MARGIN = 0.02
+"""The smallest difference of a share that matters, where nobody said otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A run's metric after ``train_step``, where the target's axis stood at ``axis_value``.
+    """A run's metric at a spot.
 
     ``questions`` holds its value for each question by key; None where the run kept none, and then
     ``stderr`` is the recorded standard error, if there is one.
     """
 
     run: RunData
-    train_step: int
-    axis_value: float
+    spot: Spot
     value: float
     questions: dict[str, float] | None
     stderr: float | None
 
 
-def lower_is_better(metric: str) -> bool:
-    """Whether a smaller value of the metric is the better one."""
-    return any(fnmatchcase(metric, pattern) for pattern in LOWER_IS_BETTER)
+def lower_is_better(metric: str) -> bool | None:
+    """Whether a smaller value of the metric is the better one; None where neither is."""
+    if any(fnmatchcase(metric, pattern) for pattern in LOWER_IS_BETTER):
+        return True
+    return False if any(fnmatchcase(metric, each) for each in HIGHER_IS_BETTER) else None
+
+
+def is_share(metric: str) -> bool:
+    """Whether the metric is written in per cent, and its differences in points."""
+    return any(word in metric for word in SHARES)
+
+
+def margin_of(metric: str, given: float | None) -> float | None:
+    """The margin that is meant; None where none is."""
+    return SHARE_MARGIN if given is None and is_share(metric) else given
 
 
 def of_question(metric: str) -> OfQuestion | None:
@@ -63,8 +77,8 @@ def of_question(metric: str) -> OfQuestion | None:
     if name.startswith("accuracy/"):
         source = name.removeprefix("accuracy/")
         return lambda question: _accuracy(question) if question.data_source == source else math.nan
-    if name.startswith("pass_at_") and name.removeprefix("pass_at_").isdecimal():
-        k = int(name.removeprefix("pass_at_"))
+    if match := re.fullmatch(r"pass_at_([1-9]\d*)", name):
+        k = int(match[1])
         return lambda question: _pass_at(question, k)
     return {
         "accuracy": _accuracy,
@@ -91,16 +105,46 @@ def measured_steps(run: RunData, metric: str) -> tuple[list[int], list[int]]:
     return kept, [int(step) for step in steps[np.isfinite(values)]]
 
 
-def measure_questions(run: RunData, metric: str, train_step: int, axis_value: float) -> Measured:
-    """The metric question by question, from the evaluation after ``train_step``."""
+def measure(run: RunData, metric: str, spot: Spot, *, by_question: bool) -> Measured:
+    """The metric at a spot: question by question, or as the journal has it.
+
+    Between two evaluations each question's value is on the straight line between its two. The
+    errors of two evaluations are not independent (they ask the same questions), so between them the
+    error is on that line too, which is the most that it can be.
+
+    Raises :class:`ConfigError` where two evaluations have no question in common.
+    """
+    take = _from_questions if by_question else _from_journal
+    before, *after = (take(run, metric, spot, step) for step in spot.train_steps)
+    return _between(before, after[0], spot.fraction) if after else before
+
+
+def _between(one: Measured, other: Measured, fraction: float) -> Measured:
+    def mix(a: float, b: float) -> float:
+        return (1 - fraction) * a + fraction * b
+
+    if one.questions is None or other.questions is None:
+        known = one.stderr is not None and other.stderr is not None
+        stderr = mix(one.stderr or 0.0, other.stderr or 0.0) if known else None
+        return replace(one, value=mix(one.value, other.value), stderr=stderr)
+    second = other.questions
+    questions = {k: mix(v, second[k]) for k, v in one.questions.items() if k in second}
+    if not questions:
+        raise ConfigError(
+            f"{one.run.run_id}: its evaluations after train steps {one.spot.train_steps} answered "
+            "different questions: expected the same; name the place of one of them"
+        )
+    return replace(one, value=sum(questions.values()) / len(questions), questions=questions)
+
+
+def _from_questions(run: RunData, metric: str, spot: Spot, train_step: int) -> Measured:
     record = next(each for each in run.evaluations if each.train_step == train_step)
     value_of = of_question(metric)
     questions = question_values(record, value_of) if value_of else {}
-    value = sum(questions.values()) / len(questions)
-    return Measured(run, train_step, axis_value, value, questions, None)
+    return Measured(run, spot, sum(questions.values()) / len(questions), questions, None)
 
 
-def measure_journal(run: RunData, metric: str, train_step: int, axis_value: float) -> Measured:
+def _from_journal(run: RunData, metric: str, spot: Spot, train_step: int) -> Measured:
     """The metric as the journal has it.
 
     One that every train step records is noisy: it is averaged over the last five train steps up to
@@ -118,7 +162,7 @@ def measure_journal(run: RunData, metric: str, train_step: int, axis_value: floa
     errors = [run.series.at(_stderr_name(metric), int(step)) for step in taken]
     known = [error for error in errors if error is not None and math.isfinite(error)]
     stderr = float(np.linalg.norm(share * known)) if len(known) == len(taken) else None
-    return Measured(run, train_step, axis_value, float(share @ kept), None, stderr)
+    return Measured(run, spot, float(share @ kept), None, stderr)
 
 
 def _stderr_name(metric: str) -> str:

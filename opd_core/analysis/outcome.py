@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 
 from opd_core.errors import ConfigError
@@ -16,7 +17,8 @@ CONFIDENCE = 0.95
 """Of every interval."""
 
 BETTER, WORSE, NO_DIFFERENCE, CANNOT_TELL = "better", "worse", "no difference", "cannot tell"
-"""The verdicts."""
+HIGHER, LOWER = "higher", "lower"
+"""The verdicts; higher and lower are those of a metric of which neither is better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +26,22 @@ class Target:
     """What is compared, and where: ``metric`` at the value ``at`` of ``axis``.
 
     ``at`` None is the largest value at which all runs were measured. Differences below
-    ``margin`` (in the metric's unit) do not matter.
+    ``margin`` (in the metric's unit) do not matter; None is 2 points of a share, and no margin of
+    any other metric.
     """
 
     metric: str = "eval/accuracy"
     axis: str = "student_tokens"
     at: float | None = None
-    margin: float = 0.02
+    margin: float | None = None
 
     def __post_init__(self) -> None:
         """Raises :class:`ConfigError`."""
         if self.axis not in AXES:
             raise ConfigError(f"axis: expected one of {', '.join(AXES)}, got {self.axis!r}")
-        if not self.margin >= 0:
+        if self.margin is not None and not 0 <= self.margin < math.inf:
             raise ConfigError(f"margin: expected a number of 0 or more, got {self.margin}")
-        if self.at is not None and not self.at >= 0:
+        if self.at is not None and not 0 <= self.at < math.inf:
             raise ConfigError(f"at: expected a value of 0 or more on {self.axis}, got {self.at}")
 
 
@@ -61,13 +64,16 @@ class Interval:
 @dataclass(frozen=True, slots=True)
 class ArmRun:
     """One run of an arm at the target: measured after ``train_step``, where the target's axis
-    stood at ``axis_value``."""
+    stood at ``axis_value``; or taken between that evaluation and the one after
+    ``train_step_after``, this ``fraction`` of the way."""
 
     run_id: str
     seed: int
     train_step: int
     axis_value: float
     value: float
+    train_step_after: int | None = None
+    fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +121,11 @@ class Pair:
     ``models`` is about these very models on new questions, ``training`` about new training runs on
     these questions; ``basis`` names the one that ``verdict`` and ``p`` come from ("" where there is
     neither). ``holm_p`` is ``p`` corrected for the number of arms. ``beyond_margin``: True where
-    the whole interval of the basis lies beyond the margin, False where it lies within, else None.
+    the whole interval of the basis lies beyond the margin, False where it lies within, else None
+    (as without a margin).
     ``more_seeds`` is how many more seeds each arm needs for a chance of 80 % to tell; None where
     that is no question, cannot be said, or is above 1000. ``questions`` were common,
-    ``left_out`` were not.
+    ``left_out`` were not; both are 0 where the two were not paired by question.
     """
 
     label: str
@@ -164,11 +171,12 @@ class Difference:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Arms, the baseline first, and what was found. ``at`` is the resolved value of the target's
-    axis; ``axes`` are those that all runs have. No ``differences``: nothing but the seed."""
+    axis; ``axes`` are those that all runs have. ``lower_is_better``: None where neither is. No
+    ``differences``: nothing but the seed."""
 
     target: Target
     at: float
-    lower_is_better: bool
+    lower_is_better: bool | None
     axes: tuple[str, ...]
     arms: tuple[Arm, ...]
     pairs: tuple[Pair, ...]

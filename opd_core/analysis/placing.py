@@ -5,37 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from opd_core.analysis.alignment import Axis, axis_of, fell_short, taken_step
-from opd_core.analysis.measuring import (
-    Measured,
-    measure_journal,
-    measure_questions,
-    measured_steps,
-    of_question,
-)
+from opd_core.analysis.alignment import Axis, axis_of, spot_at
+from opd_core.analysis.measuring import Measured, measure, measured_steps, of_question
 from opd_core.analysis.outcome import Target
 from opd_core.analysis.run_data import RunData
 from opd_core.errors import ConfigError
 
+CLEARLY_LESS = 0.9
+"""A run that was last measured before this share of what another one reached holds it back."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A run's axis, and the train steps at which its metric's questions were kept and at which its
-    journal has the metric."""
+    """A run's axis, the train steps after which its metric was measured and that have a place on
+    it, and those that have none; ``by_question``: whether its questions were kept."""
 
     run: RunData
     axis: Axis
-    kept: list[int]
-    journal: list[int]
+    steps: tuple[int, ...]
+    placeless: tuple[int, ...]
+    by_question: bool
 
-    def steps(self, by_question: bool) -> list[int]:
-        """The train steps that can be used; raises :class:`ConfigError` without any."""
-        if not (steps := self.kept if by_question else self.journal):
-            raise ConfigError(
-                f"{self.run.run_id} has this metric by question only, and other runs kept no "
-                "questions: expected the metric in every journal, or questions of every run"
-            )
-        return steps
+    @property
+    def reached(self) -> float:
+        """Where it was last measured."""
+        return self.axis.at(self.steps[-1])
+
+    @property
+    def who(self) -> str:
+        """The run and how it ended."""
+        return f"{self.run.run_id} (status: {self.run.summary.get('status') or 'not recorded'})"
 
 
 def measure_runs(
@@ -43,39 +42,35 @@ def measure_runs(
 ) -> tuple[float, dict[str, Measured], list[str]]:
     """The target's place on its axis, each run's measurement there by run id, and warnings.
 
-    Raises :class:`ConfigError`: an axis or a metric that a run does not have, a place that the
-    first run did not reach.
+    Raises :class:`ConfigError`: an axis or a metric that a run does not have, a place at which the
+    first run was not measured, or none that all reached after training.
     """
     placed = [_place(run, target) for run in runs]
-    warnings = _without_questions(placed, target.metric)
-    by_question = all(each.kept for each in placed)
-    measure = measure_questions if by_question else measure_journal
-    at = target.at
-    if at is None:
-        at = min(each.axis.at(each.steps(by_question)[-1]) for each in placed)
+    warnings = [*_beyond_journal(placed), *_without_questions(placed, target.metric)]
+    at, said = (target.at, []) if target.at is not None else _farthest(placed)
+    warnings += said
     measured: dict[str, Measured] = {}
     for each in placed:
-        run, axis, step = each.run, each.axis, taken_step(each.axis, each.steps(by_question), at)
-        if fell_short(axis, axis.reached, at):
-            warnings.append(
-                f"{run.run_id} is left out: it reached {axis.reached:.6g} of {at:.6g} {axis.name}"
+        spot = spot_at(each.axis, each.steps, at) if each.steps else None
+        if spot is not None:
+            measured[each.run.run_id] = measure(
+                each.run, target.metric, spot, by_question=each.by_question
             )
-        elif step is None:
-            warnings.append(
-                f"{run.run_id} is left out: {target.metric} was first measured after {at:.6g} "
-                f"{axis.name}"
+        elif each is placed[0]:
+            raise ConfigError(
+                f"{each.who}, the baseline, has no {target.metric} at {at:.6g} {target.axis}"
+                f"{_measured_from(each)}: name a place within, or another run first"
             )
         else:
-            measured[run.run_id] = measure(run, target.metric, step, axis.at(step))
-            if fell_short(axis, axis.at(step), at):
-                warnings.append(
-                    f"{run.run_id} was measured at {axis.at(step):.6g} {axis.name} (train step "
-                    f"{step}), before {at:.6g}: evaluate more often, or name another place"
-                )
-    if runs[0].run_id not in measured:
-        raise ConfigError(
-            f"{runs[0].run_id}, the baseline, has no {target.metric} at {at:.6g} {target.axis}: "
-            "name a smaller value, or another run first"
+            warnings.append(
+                f"{each.who} is left out: it has no {target.metric} at {at:.6g} {target.axis}"
+                f"{_measured_from(each)}"
+            )
+    if between := [run_id for run_id, found in measured.items() if found.spot.train_step_after]:
+        warnings.append(
+            f"{', '.join(between)}: not measured at {at:.6g} {target.axis}, so taken on the "
+            "straight line between the measurements around it; evaluate more often, or name "
+            "another place"
         )
     return at, measured, list(dict.fromkeys(warnings))
 
@@ -102,17 +97,59 @@ def _place(run: RunData, target: Target) -> _Placed:
             f"{run.run_id} has no {target.metric}: expected a metric that all runs recorded, e.g. "
             f"eval/accuracy (evaluation.every) or one of: {known}"
         )
-    return _Placed(run, axis, kept, journal)
+    steps = kept or journal
+    there = tuple(step for step in steps if axis.covers(step))
+    beyond = tuple(step for step in steps if not axis.covers(step))
+    return _Placed(run, axis, there, beyond, bool(kept))
+
+
+def _farthest(placed: Sequence[_Placed]) -> tuple[float, list[str]]:
+    """The farthest place at which all were measured, and a warning where one holds all back."""
+    somewhere = sorted((each for each in placed if each.steps), key=lambda each: each.reached)
+    if not somewhere:
+        return 0.0, []
+    least, most = somewhere[0], somewhere[-1]
+    told = f"{least.who} was last measured at {least.reached:.6g} {least.axis.name}"
+    if least.reached == 0 < most.reached:
+        raise ConfigError(
+            f"{told}, before training, and {most.run.run_id} at {most.reached:.6g}: leave the "
+            "first one out, or name the place (at)"
+        )
+    if least.reached < CLEARLY_LESS * most.reached:
+        return least.reached, [
+            f"{told}, {most.run.run_id} at {most.reached:.6g}, and all are compared where the "
+            "first one was: leave it out, or name another place (at)"
+        ]
+    return least.reached, []
+
+
+def _measured_from(placed: _Placed) -> str:
+    if not placed.steps:
+        return ""
+    first = placed.axis.at(placed.steps[0])
+    return f", only from {first:.6g} to {placed.reached:.6g}"
+
+
+def _beyond_journal(placed: Sequence[_Placed]) -> list[str]:
+    """A warning for each run that was measured after the last train step of its axis."""
+    return [
+        f"{each.run.run_id}: what was measured after train step "
+        f"{', '.join(map(str, each.placeless))} is left out: {each.axis.name} was not recorded "
+        "up to there"
+        for each in placed
+        if each.placeless
+    ]
 
 
 def _without_questions(placed: Sequence[_Placed], metric: str) -> list[str]:
     """A warning where questions could be paired and some runs kept none."""
-    without = [each.run.run_id for each in placed if not each.kept]
+    without = [each.run.run_id for each in placed if not each.by_question]
     if of_question(metric) is None or not without:
         return []
     return [
-        f"{', '.join(dict.fromkeys(without))} kept no questions (evaluations/), so no run's are "
-        "paired: intervals are wider than they need be"
+        f"{', '.join(dict.fromkeys(without))} kept no questions (evaluations/): the arms of these "
+        "runs are compared by recorded errors and over all their questions, not paired by "
+        "question; intervals are wider than they need be"
     ]
 
 

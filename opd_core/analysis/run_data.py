@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opd_core.errors import DataError
-from opd_core.tracking.journal import JournalReader, JournalRecord
+from opd_core.tracking.journal import JournalRecord, read_all
 from opd_core.training.attempts import read_history
 from opd_core.training.evaluation_records import EvaluationRecord, read_evaluations
 from opd_core.training.files import (
@@ -115,7 +115,7 @@ def load_run_data(directory: Path) -> RunData:
 
 def _records(path: Path) -> list[JournalRecord]:
     try:
-        return JournalReader(path).read()
+        return list(read_all(path))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 

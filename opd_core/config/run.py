@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_serializer, field_validator
+from pydantic import Field, ValidationInfo, field_serializer, field_validator
 
-from opd_core.config.values import Frozen, is_http_url
+from opd_core.config.values import Frozen, is_http_url, without_password
 
 MLFLOW_WORDS = ("databricks", "databricks-uc", "uc", "")
 """Tracking URIs that are neither a URL nor a path."""
@@ -60,7 +60,9 @@ class TrackingConfig(Frozen):
     """Where the journal is shipped to, and what is recorded beside metrics."""
 
     mlflow: bool = True
-    mlflow_uri: str | None = Field(None, description="null is SQLite in the run root")
+    mlflow_uri: str | None = Field(
+        None, description="null is SQLite in the run root; one with a password in it is refused"
+    )
     experiment: str = Field("opd", min_length=1)
     tensorboard: bool = True
     system_metrics: bool = Field(True, description="Load of the host and of its GPUs (system/…)")
@@ -73,8 +75,9 @@ class TrackingConfig(Frozen):
     answer_pattern: str | None = Field(
         None,
         min_length=1,
-        description="Regular expression whose last match begins the answer in a response; null is "
-        "after `</think>`, else at the last `\\boxed{`, `####` or `Answer:`, else at the start",
+        description="Regular expression whose last match, in the last 20,000 characters, begins "
+        "the answer in a response; null is after `</think>`, else at the last `\\boxed{`, `####` "
+        "or `Answer:`, else at the start",
     )
 
     @field_validator("answer_pattern")
@@ -85,6 +88,13 @@ class TrackingConfig(Frozen):
         except re.error as error:
             raise ValueError(f"{value!r} is no regular expression: {error}") from None
         return value
+
+    @field_validator("mlflow_uri")
+    @classmethod
+    def _no_password_in_recipes(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """What is named on a command line is not written anywhere, and may hold one."""
+        written = (info.context or {}).get("written", False)
+        return without_password(value) if value is not None and written else value
 
     @field_validator("mlflow_uri")
     @classmethod
@@ -105,7 +115,9 @@ class CostConfig(Frozen):
     teacher_million_tokens: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
         description="By teacher: a million tokens scored, prompts included; for those that are "
-        "billed by token",
+        "billed by token. Counted are those of the groups that train; siblings of failed rollouts, "
+        "over-sampled and expired groups, retries and hedges are asked for and billed too and are "
+        "not in it",
     )
 
 

@@ -53,6 +53,25 @@ def is_http_url(value: str) -> bool:
     return sound and not re.search(r"\s", value)
 
 
+def without_password(uri: str) -> str:
+    """The URI of an MLflow as it is. Raises ValueError for one that holds a password, or a user of
+    a server, and does not repeat it."""
+    scheme, _, rest = uri.partition("://")
+    if scheme.lower() in ("http", "https"):
+        if "@" in re.split(r"[/?#]", rest)[0]:
+            raise ValueError(
+                "a user name or password in the URL would be written where others read it: write "
+                "the URL without them, and set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD in the environment, which MLflow's client reads"
+            )
+    elif re.match(r"[^:/@]*:[^@]*@", rest) or re.search(r"(?i)[?&]\w*(password|passwd|pwd)=", rest):
+        raise ValueError(
+            "the database's password would be written where others read it: start `mlflow server "
+            "--backend-store-uri` on the database, and name the server's URL, http://host:5000"
+        )
+    return uri
+
+
 def _existing_path(value: str, info: ValidationInfo) -> str:
     """A relative path means the file beside the recipe, else the one in the working directory. It
     becomes absolute: servers and jobs run elsewhere. What exists in neither stays as written."""

@@ -5,6 +5,7 @@ shipper.py           threads of the flow process that bring the journal to the s
 sink.py              what a sink is, and how a run's end is told to it
 mlflow_sink.py       one MLflow run, fed by one thread
 mlflow_check.py      the journal against what MLflow has, point by point
+mlflow_comparison.py  a comparison as an MLflow run, and tags on the runs that it compared
 tensorboard_sink.py  event files, without torch or tensorflow
 names.py             metric names that both accept, and finite points
 

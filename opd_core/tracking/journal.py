@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -97,7 +97,8 @@ class JournalReader:
         """Records added since the last call, oldest first; none while there is no file.
 
         A last line without its newline is still being written: it is left for the next call.
-        Whole records before a malformed line are returned; the next call then raises.
+        Whole records before a malformed line are returned; the next call then raises:
+        :func:`read_all` calls until then.
 
         Raises:
             DataError: a malformed line (names file and line), or a file that lost what was read.
@@ -132,6 +133,17 @@ class JournalReader:
                 )
             file.seek(self._offset)
             return file.read()
+
+
+def read_all(path: Path) -> Iterator[JournalRecord]:
+    """Every record of the journal as it stands, oldest first; none while there is no file.
+
+    A malformed line raises after all records before it were given. Raises as
+    :meth:`JournalReader.read`.
+    """
+    reader = JournalReader(path)
+    while records := reader.read():
+        yield from records
 
 
 def _parse(line: bytes) -> JournalRecord:

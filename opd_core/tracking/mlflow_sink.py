@@ -220,9 +220,9 @@ class MlflowSink:
         self._client.set_terminated(self.run_id, status, _milliseconds(at_s))
 
     def finish(self, ending: Ending) -> tuple[str, ...]:
-        """Artifacts, then tags, then status, then the word that it is complete. One artifact that
-        fails stops neither the others nor tags and status; its error is raised at the end, so that
-        the call is repeated."""
+        """Artifacts, then tags, then status, then the word that it is complete, if it is. One
+        artifact that fails stops neither the others nor tags and status; its error is raised at the
+        end, so that the call is repeated."""
         missing: list[str] = []
         failure: Exception | None = None
         for artifact in ending.artifacts:
@@ -238,7 +238,8 @@ class MlflowSink:
         if failure is not None:
             raise failure
         self._remove_twins()
-        self.set_tags({COMPLETE_TAG: "true"})
+        if ending.complete:
+            self.set_tags({COMPLETE_TAG: "true"})
         return tuple(missing)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from opd_core.tracking.journal import JournalReader, JournalRecord
@@ -123,9 +123,10 @@ class Shipper:
     ) -> ShippingReport:
         """Ship the rest, then the ending, and stop. The journal has its last record by now.
 
-        Failing sinks are tried again until ``timeout_s`` is over. Returns by then in any case and
-        never raises; a thread that is stuck in its sink is left behind and ends with the process.
-        ``progress`` is called now and then meanwhile.
+        Failing sinks are tried again until ``timeout_s`` is over. So is a journal that cannot be
+        read to its end; the sinks are told the ending meanwhile, as one that is not complete.
+        Returns by then in any case and never raises; a thread that is stuck in its sink is left
+        behind and ends with the process. ``progress`` is called now and then meanwhile.
         """
         deadline = time.monotonic() + timeout_s
         for lane in self._lanes:
@@ -169,11 +170,12 @@ class _Feed:
         # With the time of reading: after a resume the record itself may be days old.
         self._lacking: dict[str, deque[tuple[float, JournalRecord]]] = {n: deque() for n in names}
 
-    def next_batch(self, name: str) -> list[JournalRecord]:
-        """The oldest records that ``name`` lacks, after a look at the journal."""
-        self.read()
+    def next_batch(self, name: str) -> tuple[list[JournalRecord], Exception | None]:
+        """The oldest records that ``name`` lacks, after a look at the journal, and what that look
+        has failed with."""
+        error = self.read()
         with self._lock:
-            return [record for _, record in islice(self._lacking[name], RECORDS_PER_BATCH)]
+            return [record for _, record in islice(self._lacking[name], RECORDS_PER_BATCH)], error
 
     def shipped(self, name: str, count: int) -> None:
         """``name`` has got its ``count`` oldest records."""
@@ -190,11 +192,11 @@ class _Feed:
         except IndexError:
             return Lag()
 
-    def read(self, *, wait: bool = True) -> None:
+    def read(self, *, wait: bool = True) -> Exception | None:
         """Take in what was added, without ``wait`` only if nobody else is about it; trouble with
-        the journal is kept in ``error``, never raised."""
+        the journal is returned, and kept in ``error``, never raised."""
         if not self._lock.acquire(blocking=wait):
-            return
+            return None
         try:
             records = self._reader.read()
             self.error = None
@@ -202,10 +204,12 @@ class _Feed:
             now = time.monotonic()
             for lacking in self._lacking.values():
                 lacking.extend((now, record) for record in records)
+            return None
         except Exception as error:
             if self.error is None:
                 logger.warning("metrics cannot be read from the journal: %s", error)
             self.error = short_error(error)
+            return error
         finally:
             self._lock.release()
 
@@ -277,7 +281,7 @@ class _Lane:
         """One piece of work; the answer is the wait before the next, in seconds."""
         if self._sink is None:
             self._sink = self._factory()
-        batch = self._feed.next_batch(self.name)
+        batch, unread = self._feed.next_batch(self.name)
         if batch:
             self._sink.log(batch)
             self._feed.shipped(self.name, len(batch))
@@ -285,7 +289,10 @@ class _Lane:
             return 0.0
         if closing:
             if self.ending is not None:
-                self._left_out = self._sink.finish(self.ending)
+                ending = replace(self.ending, complete=unread is None)
+                self._left_out = self._sink.finish(ending)
+            if unread is not None:
+                raise unread
             self._complete = True
         return self._waits.interval_s
 

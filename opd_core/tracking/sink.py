@@ -23,12 +23,14 @@ class Artifact:
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How the run ended, and what is to be kept with it, in this order: artifacts, tags, status.
-    ``at_s`` is when, in unix time; None is when it is told."""
+    ``at_s`` is when, in unix time; None is when it is told. ``complete`` says that the whole
+    journal was sent before."""
 
     status: RunStatus
     tags: Mapping[str, str] = field(default_factory=dict)
     artifacts: tuple[Artifact, ...] = ()
     at_s: float | None = None
+    complete: bool = True
 
 
 class Sink(Protocol):

@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from opd_core.lifecycle.records import RECEIPT_FILE
 from opd_core.lifecycle.registry import Registry
 from opd_core.lifecycle.teardown import RunFacts, spared
 from opd_core.scoring.facts import TeacherFacts, read_facts
+from opd_core.training.alone import alone
 from opd_core.training.files import (
     ATTEMPTS_FOLDER,
     BATCHES_FOLDER,
@@ -37,6 +38,7 @@ from opd_core.training.files import (
     LOGS_FOLDER,
     MODEL_CARD_FILE,
     PHASE_FILE,
+    REPORT_FILE,
     RESULT_FILE,
     RUN_FILE,
     SAMPLERS_FILE,
@@ -53,6 +55,7 @@ OF_ONE_ATTEMPT = (
     RECEIPT_FILE,
     RESULT_FILE,
     SUMMARY_FILE,
+    REPORT_FILE,
     MODEL_CARD_FILE,
     TEACHERS_FILE,
     SAMPLERS_FILE,
@@ -192,8 +195,9 @@ def continue_run(
 ) -> RunHistory:
     """Make a run directory ready for its next attempt, which is this process.
 
-    Raises :class:`ConfigError` if the run is alive, :class:`PreflightError` if a model or its data
-    has changed, or what a killed attempt left cannot be ended. Then nothing has been touched.
+    Raises :class:`ConfigError` if the run is alive or its final state is being written,
+    :class:`PreflightError` if a model or its data has changed, or what a killed attempt left cannot
+    be ended. Then nothing has been touched.
     """
     with _claimed(run_dir):
         history = read_history(run_dir)
@@ -201,12 +205,14 @@ def continue_run(
         _check_supervisor(run_dir, history)
         check_fingerprints(run_dir, history, fingerprints)
         _end_what_is_left(run_dir, history.run_id, teardown_s)
-        # From here on its ledger is not there; a reaper must see that somebody is at it.
-        _take_over(history.run_id)
-        _put_aside(run_dir, len(history.attempts))
-        attempts = (*history.attempts, Attempt.begin(flow_run_id))
-        history = replace(history, attempts=attempts)
-        history.write(run_dir)
+        with alone(run_dir) if (run_dir / RECEIPT_FILE).exists() else nullcontext():
+            history = read_history(run_dir)  # with what was written of its end meanwhile
+            # From here on its ledger is not there; a reaper must see that somebody is at it.
+            _take_over(history.run_id)
+            _put_aside(run_dir, len(history.attempts))
+            attempts = (*history.attempts, Attempt.begin(flow_run_id))
+            history = replace(history, attempts=attempts)
+            history.write(run_dir)
     return history
 
 

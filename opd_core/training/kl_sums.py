@@ -33,6 +33,9 @@ ANSWER_SIGNS = ("\\boxed{", "####", "Answer:")
 DECIMALS = 5
 """Of the logprobs of a kept rollout."""
 POSITIONS = 64
+SEARCHED = 20_000
+"""Characters at the end of a response in which a recipe's pattern is searched for: it may take
+quadratic time, and nothing else runs meanwhile (the GIL)."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -118,13 +121,15 @@ def scored_rollouts(
 
 
 def answer_start(text: str, prompt: str, pattern: str | None) -> int:
-    """Where the answer begins in a response, in characters: at the last match of ``pattern``.
+    """Where the answer begins in a response, in characters: at the last match of ``pattern``
+    in the last ``SEARCHED`` ones.
 
     None is what models do most: after ``</think>`` (nowhere, where thoughts did not end), else at
     the last ``\\boxed{``, ``####`` or ``Answer:``. Without any of it all is answer.
     """
     if pattern is not None:
-        return max((match.start() for match in re.finditer(pattern, text)), default=0)
+        matches = re.compile(pattern).finditer(text, max(len(text) - SEARCHED, 0))
+        return max((match.start() for match in matches), default=0)
     if (thought := text.rfind(THOUGHT)) >= 0:
         return thought + len(THOUGHT)
     if THINK in text or prompt.rstrip().endswith(THINK):

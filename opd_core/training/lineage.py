@@ -17,7 +17,7 @@ from pathlib import Path
 from opd_core.config import ExperimentConfig, ServerConfig
 from opd_core.errors import ConfigError
 from opd_core.recipe import load_recipe, parse_config
-from opd_core.tracking.journal import JournalReader
+from opd_core.tracking.journal import read_all
 from opd_core.tracking.mlflow_sink import flatten_params
 from opd_core.training.attempts import COMPLETED, RunHistory, check_not_running, read_history
 from opd_core.training.files import CONFIG_FILE, JOURNAL_FILE
@@ -147,7 +147,8 @@ def plan_run(
 
     With ``resume`` or ``fork`` (a run directory, or a run id under the run root) that run's own
     ``config.json`` is the recipe, and ``recipe`` says only where the run root is. Raises
-    :class:`ConfigError` for a run that is not there, is alive, or cannot go on with these settings.
+    :class:`ConfigError` for a run that is not there, is alive, or cannot go on with these settings,
+    :class:`~opd_core.errors.DataError` for a journal that cannot be read.
     """
     if resume and fork:
         raise ConfigError("expected --resume or --fork, got both: a run goes on, or begins anew")
@@ -252,8 +253,7 @@ def _listed(key: str, table: dict[str, tuple[str, ...]]) -> bool:
 
 
 def _trained_steps(run_dir: Path) -> int:
-    records = JournalReader(run_dir / JOURNAL_FILE).read()
-    return sum("time/step_s" in record.metrics for record in records)
+    return sum("time/step_s" in record.metrics for record in read_all(run_dir / JOURNAL_FILE))
 
 
 def _check_fork(run_dir: Path, config: ExperimentConfig) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from opd_core.tracking.journal import Journal, JournalReader
+from opd_core.tracking.journal import Journal, read_all
 
 TRAINED = "time/step_s"
 """Every record of a train step has it."""
@@ -21,15 +21,18 @@ EVALUATED = "time/evaluation_s"
 
 
 class StepLog:
-    """The journal's writing end, which knows what the journal holds. Raises as
-    :class:`~opd_core.tracking.journal.Journal` does."""
+    """The journal's writing end, which knows what the journal holds.
+
+    Raises as :class:`~opd_core.tracking.journal.Journal` does, and
+    :class:`~opd_core.errors.DataError` for a journal that cannot be read to its end.
+    """
 
     def __init__(self, path: Path) -> None:
         self.tracking_s = 0.0
         self._known: defaultdict[int, dict[str, float]] = defaultdict(dict)
-        self._journal = Journal(path)
-        for record in JournalReader(path).read():
+        for record in read_all(path):
             self._known[record.train_step].update(record.metrics)
+        self._journal = Journal(path)
 
     def has(self, train_step: int, name: str) -> bool:
         """Whether a record of this step holds this metric."""

@@ -93,7 +93,8 @@ class StepStatistics:
         if dist.is_initialized():
             dist.all_reduce(self._clipped)
         count = max(len(tokens), 1)
-        # Sampled at temperature 1, so this mean is an unbiased estimate of the entropy.
+        # Of what temperature 1 sampled this mean is an unbiased estimate of the entropy; with
+        # another sampling.temperature (possible with opd: null) it is a cross-entropy.
         metrics["entropy"] = (-old).sum() / count
         metrics["ratio_clipped_fraction"] = self._clipped / count
         metrics["staleness_mean"] = staleness.sum() / count

@@ -8,6 +8,7 @@ from
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from opd_core.errors import DataError
 from opd_core.rollout_json import from_json, from_plain, to_json, to_plain
 from opd_core.whole_file import write_whole
 
+NO_ROLLOUTS = b'"rollouts":[]}'
+"""How a record ends that keeps none."""
 FILE_NAME = re.compile(r"step-(\d{6,})\.json")
 Segment = Literal["reasoning", "answer"]
 SEGMENTS: tuple[str, ...] = get_args(Segment)
@@ -94,6 +97,17 @@ def read_token_kl(path: Path) -> TokenKL:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: expected a train step's token KL, got {error}") from None
     return record
+
+
+def keeps_rollouts(path: Path) -> bool:
+    """Whether a record may keep rollouts, by its end: reading all of a long run takes half a
+    minute."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-len(NO_ROLLOUTS), os.SEEK_END)
+            return file.read() != NO_ROLLOUTS
+    except OSError:  # whoever reads it says why it cannot be read
+        return True
 
 
 def read_token_kls(folder: Path) -> Iterator[TokenKL]:

@@ -32,6 +32,12 @@ def test_an_odd_request_is_refused_before_anything_is_read(odd: dict[str, Any]) 
         CompareRequest.model_validate({"runs": ["a", "b"]} | odd)
 
 
+def test_a_password_does_not_become_a_parameter_of_a_flow_run() -> None:
+    with pytest.raises(ValidationError, match="MLFLOW_TRACKING_PASSWORD") as caught:
+        CompareRequest(runs=["a", "b"], mlflow_uri="http://me:secret@host:5000")
+    assert "secret" not in str(caught.value)
+
+
 @pytest.fixture
 def client(prefect_api: str) -> Iterator[SyncPrefectClient]:
     with (

@@ -79,5 +79,6 @@ def test_where_there_is_no_mlflow_none_is_made(tmp_path: Path) -> None:
 
 def test_an_mlflow_that_is_away_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(ConfigError, match=r"does not answer .*: name the run by its id"):
-        find_runs(["0" * 32], tmp_path, "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"does not answer .*: name the run by its id") as told:
+        find_runs(["0" * 32], tmp_path, "http://me:secret@127.0.0.1:9")
+    assert "secret" not in str(told.value)

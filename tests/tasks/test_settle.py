@@ -17,7 +17,6 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from opd_core.lifecycle.ports import reserve_ports
 from opd_core.lifecycle.records import Receipt
-from opd_core.preflight import PreflightReport
 from opd_core.tracking.journal import Journal, JournalReader
 from opd_core.tracking.mlflow_sink import MlflowSink, connect
 from opd_core.training.attempts import Attempt, read_history
@@ -90,6 +89,21 @@ def test_what_the_flow_wrote_itself_stays(make_run: MakeRun) -> None:
     assert read_history(run.directory).attempts[-1].status == "cancelled"
 
 
+def test_a_run_without_report_gets_one_and_is_settled_without_one_too(
+    make_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(UNTRACKED)
+    (run.directory / "provenance.json").write_text("no such thing")
+    assert settle(run.directory) == []
+    assert "the report could not be written" in caplog.text
+    (run.directory / "provenance.json").unlink()
+    assert settle(run.directory) == []
+    assert "crashed" in (run.directory / "report.html").read_text()
+    (run.directory / "report.html").write_text("the flow's own")
+    assert settle(run.directory) == []
+    assert (run.directory / "report.html").read_text() == "the flow's own"
+
+
 def test_a_run_that_has_not_ended_is_not_settled(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,7 +111,7 @@ def test_a_run_that_has_not_ended_is_not_settled(
     (run.directory / "receipt.json").unlink()
     assert main([str(run.directory), ""]) == 1
     (reason,) = capsys.readouterr().err.splitlines()
-    assert "it has not ended yet" in reason
+    assert "the run has not ended yet" in reason
     assert not (run.directory / "summary.json").exists()
 
 
@@ -160,7 +174,7 @@ def test_another_runs_job_is_never_touched(make_run: MakeRun) -> None:
 @pytest.mark.slow
 def test_mlflow_gets_what_it_lacks_and_nothing_twice(make_run: MakeRun) -> None:
     run = make_run("tracking.tensorboard=true")
-    told = mlflow_run(run, PreflightReport())
+    told = mlflow_run(run, over=False)
     flow = MlflowSink(replace(told, tags={**told.tags, "git.commit": "the flow's"}))
     flow.log(JournalReader(run.directory / JOURNAL_FILE).read())
     with Journal(run.directory / JOURNAL_FILE) as journal:
@@ -180,13 +194,13 @@ def test_mlflow_gets_what_it_lacks_and_nothing_twice(make_run: MakeRun) -> None:
 @pytest.mark.slow
 def test_an_artifact_that_failed_at_the_end_of_the_flow_is_brought_later(make_run: MakeRun) -> None:
     run = make_run(cause="completed")
-    flow = MlflowSink(mlflow_run(run, PreflightReport()))
+    flow = MlflowSink(mlflow_run(run, over=False))
     flow.log(JournalReader(run.directory / JOURNAL_FILE).read())
     flow.set_tags({"opd.status": "completed"})
     flow.set_status("FINISHED")  # all but the artifacts
     assert settle(run.directory) == []
     kept = {file.path for file in flow_client(run).list_artifacts(flow.run_id)}
-    assert {"config.json", "metrics.jsonl", "receipt.json"} <= kept
+    assert {"config.json", "metrics.jsonl", "receipt.json", "report.html"} <= kept
 
 
 def flow_client(run: RunRecord) -> Any:
@@ -231,6 +245,25 @@ def test_a_run_that_mlflow_never_heard_of_is_created(make_run: MakeRun) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_whose_journal_is_damaged_has_its_status_and_is_complete_once_it_is_mended(
+    make_run: MakeRun,
+) -> None:
+    run = make_run(cause="completed")
+    journal = run.directory / JOURNAL_FILE
+    whole = journal.read_text()
+    journal.write_text(f"{whole}nonsense\n{whole}")
+    (reason,) = settle(run.directory, tracking_s=10.0)
+    assert "line 2" in reason
+    found = mlflow_of(run)
+    assert found.info.status == "FINISHED"
+    assert found.data.tags["opd.status"] == "completed"
+    assert found.data.tags.get("opd.complete") != "true"
+    journal.write_text(whole)
+    assert settle(run.directory) == []
+    assert mlflow_of(run).data.tags["opd.complete"] == "true"
+
+
+@pytest.mark.slow
 def test_an_mlflow_that_is_away_is_told_and_the_rest_is_written(make_run: MakeRun) -> None:
     with reserve_ports(1) as reserved:
         uri = f"http://127.0.0.1:{reserved.ports[0]}"
@@ -246,7 +279,7 @@ def test_a_run_is_loaded_as_it_was_started(make_run: MakeRun) -> None:
     assert loaded == run
     assert mlflow_run(loaded) == mlflow_run(run)
     assert mlflow_run(run).over
-    assert not mlflow_run(run, PreflightReport()).over
+    assert not mlflow_run(run, over=False).over
     receipt = Receipt("tiny-1", "owner died", True, 0.5, (), (), (), ())
     assert build_summary(loaded, receipt, {}, None) == build_summary(run, receipt, {}, None)
 

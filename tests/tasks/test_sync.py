@@ -16,7 +16,6 @@ from opd_core.lifecycle.ledger import LEDGER_FILE, Ledger
 from opd_core.lifecycle.ports import reserve_ports
 from opd_core.lifecycle.process import ProcessId
 from opd_core.lifecycle.registry import RegisteredRun, Registry
-from opd_core.preflight import PreflightReport
 from opd_core.tracking.journal import Journal, JournalReader
 from opd_core.tracking.mlflow_check import PointCheck
 from opd_core.tracking.mlflow_sink import MlflowSink, connect
@@ -58,7 +57,7 @@ def artifacts(uri: str, run_id: str | None, folder: str = "") -> set[str]:
 def test_a_run_that_mlflow_calls_complete_and_is_not_gets_what_it_lacks(make_run: MakeRun) -> None:
     run = make_run(cause="completed")
     evaluate(run, 1)
-    flow = MlflowSink(mlflow_run(run, PreflightReport()))
+    flow = MlflowSink(mlflow_run(run, over=False))
     flow.log(JournalReader(run.directory / JOURNAL_FILE).read()[:1])
     tags = {"opd.status": "completed", "opd.attempts": "1"}
     flow.finish(Ending("FINISHED", tags))
@@ -141,6 +140,7 @@ def test_a_run_that_died_without_a_receipt_gets_one_and_is_synchronised(make_run
     run = unfinished(make_run("tracking.mlflow=false"))
     assert sync(run).complete
     assert json.loads((run.directory / "summary.json").read_text())["status"] == "crashed"
+    assert "crashed" in (run.directory / "report.html").read_text()
 
 
 def test_a_run_that_waits_for_the_reaper_is_left_to_it(make_run: MakeRun) -> None:

@@ -26,7 +26,8 @@ from opd_core.training.forks import ForkPoint
 from opd_core.training.results import RunResult
 from tasks.console import TERMINAL
 from tasks.environment import RunRecord
-from tasks.mlflow_run import git_commit, mlflow_run
+from tasks.mlflow_run import mlflow_run
+from tasks.provenance import git_commit
 from tasks.summary import build_summary, show_summary, write_model_card, write_summary
 from tasks.tracking import Tracker
 
@@ -228,11 +229,11 @@ def test_an_early_stop_restarts_and_pass_at_k_are_shown_only_where_there_were_an
 def test_a_fork_says_where_it_comes_from(run: RunRecord) -> None:
     write_result(run)
     forked = replace(run, history=replace(HISTORY, forked_from=ForkPoint("tiny-0", 20)))
-    tags = mlflow_run(forked, PreflightReport()).tags
+    tags = mlflow_run(forked).tags
     assert (tags["opd.forked_from"], tags["opd.forked_at_step"]) == ("tiny-0", "20")
     write_model_card(forked, PreflightReport(), build_summary(run, receipt(), {}, error=None))
     assert "train step 20 of tiny-0" in (run.directory / "model_card.md").read_text()
-    assert "opd.forked_from" not in mlflow_run(run, PreflightReport()).tags
+    assert "opd.forked_from" not in mlflow_run(run).tags
 
 
 def test_each_sink_tells_what_it_got_and_what_that_cost(
@@ -277,7 +278,7 @@ class FailingSink:
 
 
 def test_a_tracked_run_says_what_it_is_and_when_it_began(run: RunRecord) -> None:
-    tracked = mlflow_run(run, PreflightReport())
+    tracked = mlflow_run(run, over=False)
     assert tracked.tags["opd.kind"] == "run"
     assert (tracked.began_at_s, tracked.over) == (1.0, False)
     assert tracked.artifact_root == run.directory.parent / "mlartifacts"
@@ -293,5 +294,47 @@ def test_the_model_card_says_how_it_was_measured(run: RunRecord) -> None:
     assert "torch" in card
 
 
-def test_the_commit_is_named_or_called_unknown() -> None:
-    assert git_commit()
+@pytest.mark.parametrize(
+    ("recorded", "told"),
+    [
+        ([{"git_commit": "0" * 40, "git_changes": ""}], "0" * 12),
+        ([{}, {"git_commit": "1" * 40, "git_changes": "f00"}], "1" * 12 + "+changes"),
+        ([{"git_commit": "", "git_changes": ""}], "unknown"),
+        ([], ""),
+    ],
+)
+def test_the_commit_is_that_of_the_latest_attempt(
+    tmp_path: Path, recorded: list[dict[str, str]], told: str
+) -> None:
+    (tmp_path / "provenance.json").write_text(json.dumps({"attempts": recorded}))
+    assert git_commit(tmp_path) == told
+
+
+def test_a_run_that_is_tracked_late_has_the_tags_that_its_flow_gave_it(run: RunRecord) -> None:
+    prints = {"the student": "aa", "teacher 'teacher'": "bb", "data.train": "cc"}
+    made = replace(run, history=replace(HISTORY, fingerprints=prints))
+    recorded = [{"git_commit": "0" * 40, "git_changes": "f00"}]
+    (run.directory / "provenance.json").write_text(json.dumps({"attempts": recorded}))
+    late = mlflow_run(made).tags
+    assert mlflow_run(made, over=False).tags == {**late, "prefect.deployment_id": ""}
+    assert late["opd.student_fingerprint"] == "aa"
+    assert late["opd.teacher_fingerprint.teacher"] == "bb"
+    assert late["git.commit"] == "0" * 12 + "+changes"
+
+
+def test_a_journal_that_is_damaged_lacks_in_tracking_and_is_summarised_up_to_there(
+    run: RunRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_result(run)
+    with (run.directory / JOURNAL_FILE).open("a") as journal:
+        journal.write("nonsense\n")
+    summary = build_summary(run, receipt(), {}, error=None)
+    assert summary["accuracy"]["after"] == 0.7
+    assert "line 4" in caplog.text
+    tracker = Tracker.through(run, None)
+    tracker.finish(summary, within_s=1.0)
+    (lacking,) = tracker.lacking
+    assert re.search(
+        r"cannot be read to its end: .*line 4: .*mend the line; later `opd sync", lacking
+    )
+    assert not tracker.told["tensorboard"]["complete"]

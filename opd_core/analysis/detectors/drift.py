@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from opd_core.analysis.detectors.finding import Finding, RunFacts
-from opd_core.analysis.detectors.history import History, Mean
+from opd_core.analysis.detectors.history import LONG, WINDOW, History, Mean, Track
 
 COLLAPSED = 1 / 3
 """Entropy of now over that of the start; and the same of its share in the cross entropy. A student
 that learns well may get down to a third, and its share then rises."""
-REWARD_Z = 3.0
-"""Of a rise of the mean reward, over 5 train steps each: their scatter is a rough estimate."""
+REWARD_Z = 2.0
+SAME_REWARD = 0.2
+"""Part of the first reward by which it has at most risen, upper bound of :data:`REWARD_Z` standard
+errors: what scatters so much that a student may have learned is no proof of a collapse."""
 RISEN = 1.5
+SOARED = 3.0
+"""Of each of the last five values: too much for luck, so that nobody waits for longer windows."""
 RISEN_NATS = 0.02
 """A smaller rise is that of rounding."""
 RISEN_Z = 5.0
-"""High, since the lowest of many windows is low by luck too."""
+"""High, since the lowest of many windows is low by luck too, and both windows must reach it."""
 
 
 def entropy_collapse(history: History, facts: RunFacts) -> Finding | None:
@@ -25,6 +32,10 @@ def entropy_collapse(history: History, facts: RunFacts) -> Finding | None:
     surprise that the student foresaw, 1 for a perfect student. Learning raises it, or leaves it
     where the teacher is sure itself; a collapse sends it to 0. Where a reward trains, it must not
     have risen either.
+
+    A collapse that halves the KL on its way (entropy 1 to 0.1, KL 0.5 to 0.2: the share goes from
+    0.67 to 0.33) stays unseen: a student of a sure teacher that has learned half of what there is
+    looks the same.
     """
     entropy = history.change("entropy")
     if not entropy or not _fell_to(entropy[0].value, entropy[1].value):
@@ -53,18 +64,15 @@ def entropy_collapse(history: History, facts: RunFacts) -> Finding | None:
 def kl_rising(history: History, facts: RunFacts) -> Finding | None:
     """The student moves away from its teacher: from where it began, or from where it was nearest.
     Where a reward trains and rises, that is its price, not a fault."""
-    now = history.now("opd_reverse_kl")
-    if not facts.scored or now is None:
+    risen = next(filter(None, map(_risen, history.kl)), None) if facts.scored else None
+    if risen is None or (facts.task_adv_weight > 0 and not _reward_stays(history)):
         return None
-    befores = (history.at_start("opd_reverse_kl"), history.lowest_kl)
-    since = next((before for before in befores if before and _risen(before, now)), None)
-    if since is None or (facts.task_adv_weight > 0 and not _reward_stays(history)):
-        return None
+    name, since, now = risen
     return Finding(
         "kl_rising",
         history.train_step,
         "warning",
-        f"{_from_to('opd_reverse_kl', since, now)} (z = {now.above(since):.1f})",
+        f"{_from_to(name, since, now)} (z = {_z(since, now):.1f})",
         "the student moves away from its teacher instead of towards it",
         "lower training.learning_rate, raise training.warmup_steps or training.prompts_per_step, "
         "set opd.kl_clamp (5) and opd.kl_baseline; with a task reward lower opd.task_adv_weight",
@@ -73,8 +81,37 @@ def kl_rising(history: History, facts: RunFacts) -> Finding | None:
 
 def _reward_stays(history: History) -> bool:
     """Whether the reward certainly has not risen by much; False where that is not known."""
-    reward = history.change("rollout/reward_mean")
-    return reward is not None and reward[1].above(reward[0]) < REWARD_Z
+    reward = history.change("rollout/reward_mean", LONG)
+    if reward is None:
+        return False
+    start, now = reward
+    most = now.value - start.value + REWARD_Z * math.hypot(start.stderr, now.stderr)
+    return most <= SAME_REWARD * abs(start.value)
+
+
+def _risen(track: Track) -> tuple[str, Mean, Mean] | None:
+    """The metric, since when and until when it rose."""
+    for before in filter(None, (track.start, *track.lowest.values())):
+        both = track.last_two()
+        if both and all(_above(before, now, now.value, RISEN) for now in both):
+            return track.name, before, both[1]
+        last = track.now(WINDOW)
+        if last and _above(before, last, last.low, SOARED):
+            return track.name, before, last
+    return None
+
+
+def _above(before: Mean, now: Mean, value: float, factor: float) -> bool:
+    larger = value >= max(factor * before.value, before.value + RISEN_NATS)
+    return larger and _z(before, now) >= RISEN_Z
+
+
+def _z(before: Mean, now: Mean) -> float:
+    """Of the rise; the scatter from step to step is the larger of the two: a window that is low by
+    luck is one of little scatter too, and the first step alone has none."""
+    scatter = now.stderr * math.sqrt(now.count)
+    stderr = max(before.stderr, scatter / math.sqrt(before.count))
+    return now.above(replace(before, stderr=stderr))
 
 
 def _foreseen(entropy: tuple[Mean, Mean], kl: tuple[Mean, Mean]) -> tuple[float, float]:
@@ -89,11 +126,6 @@ def _foreseen(entropy: tuple[Mean, Mean], kl: tuple[Mean, Mean]) -> tuple[float,
 
 def _fell_to(first: float, last: float) -> bool:
     return first > 0 and last <= COLLAPSED * first
-
-
-def _risen(before: Mean, now: Mean) -> bool:
-    larger = now.value >= max(RISEN * before.value, before.value + RISEN_NATS)
-    return larger and now.above(before) >= RISEN_Z
 
 
 def _from_to(name: str, before: Mean, now: Mean) -> str:

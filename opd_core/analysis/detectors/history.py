@@ -14,8 +14,11 @@ from opd_core.training.step_log import TRAINED
 
 WINDOW = 5
 """Train steps of a mean: one step of a small batch moves the reverse KL by a third of itself."""
-RECENT = 20
-"""Train steps that are kept: two measurements of what is measured every tenth."""
+LONG = 20
+"""Train steps of a mean whose scatter is known, and not only guessed from five values."""
+RECENT = 2 * LONG
+"""Train steps that are kept."""
+KL = "opd_reverse_kl"
 GROUPS, LOST = "groups/", "lost/"
 
 
@@ -27,6 +30,9 @@ class Mean:
     stderr: float
     first: int
     last: int
+    count: int
+    low: float
+    """The smallest of the values."""
 
     @property
     def steps(self) -> str:
@@ -55,6 +61,42 @@ class Step:
     metrics: Mapping[str, float]
 
 
+class Track:
+    """One metric at its start, at its lowest and now; steps that lack it are left out."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.start: Mean | None = None
+        """Of the first train step."""
+        self.lowest: dict[int, Mean] = {}
+        """The lowest mean so far over :data:`WINDOW` and over :data:`LONG` train steps."""
+        self._recent: deque[Step] = deque(maxlen=RECENT)
+
+    def add(self, step: Step) -> None:
+        """Take in a train step."""
+        self._recent.append(step)
+        self.start = self.start or self.now(1)
+        for size in (WINDOW, LONG):
+            now = self.now(size)
+            if now and (size not in self.lowest or now.value < self.lowest[size].value):
+                self.lowest[size] = now
+
+    def now(self, steps: int) -> Mean | None:
+        """Its mean over the last train steps."""
+        return mean_of(list(self._recent)[-steps:], self.name, steps)
+
+    def last_two(self) -> tuple[Mean, Mean] | None:
+        """Its means over two windows in a row, the last :data:`LONG` train steps each; of half a
+        run that is shorter, but not below :data:`WINDOW`."""
+        steps = list(self._recent)
+        size = len(steps) // 2
+        if size < WINDOW:
+            return None
+        before, now = steps[-2 * size : -size], steps[-size:]
+        means = mean_of(before, self.name, size), mean_of(now, self.name, size)
+        return (means[0], means[1]) if means[0] and means[1] else None
+
+
 class History:
     """Grows by the journal's records, in their order."""
 
@@ -64,8 +106,7 @@ class History:
         """By status, all over the run."""
         self.lost: Counter[str] = Counter()
         """By cause, all over the run."""
-        self.lowest_kl: Mean | None = None
-        """The window of the lowest reverse KL so far."""
+        self._kl: dict[str, Track] = {}
         self.steps = 0
         self._first: list[Step] = []
 
@@ -95,11 +136,19 @@ class History:
     def _add_step(self, step: Step) -> None:
         self.steps += 1
         self.recent.append(step)
-        if len(self._first) < WINDOW:
+        if len(self._first) < LONG:
             self._first.append(step)
-        kl = self.now("opd_reverse_kl")
-        if kl and (self.lowest_kl is None or kl.value < self.lowest_kl.value):
-            self.lowest_kl = kl
+        for name in step.metrics:
+            base, _, source = name.partition("/")
+            if base == KL and step.metrics.get(f"response_tokens/{source}", 1.0) > 0:
+                self._kl.setdefault(name, Track(name)).add(step)
+
+    @property
+    def kl(self) -> list[Track]:
+        """The reverse KL of each data source where there are several: that of all tokens moves with
+        their mixture. Else that of all tokens."""
+        sources = [track for name, track in self._kl.items() if name != KL]
+        return sources if len(sources) > 1 else [self._kl[KL]] if KL in self._kl else []
 
     def at_start(self, name: str) -> Mean | None:
         """A metric of the first train step, which says what the student was like untrained."""
@@ -109,12 +158,13 @@ class History:
         """A metric's mean over the last train steps; None unless each of them has it."""
         return mean_of(list(self.recent)[-steps:], name, steps)
 
-    def change(self, name: str) -> tuple[Mean, Mean] | None:
-        """Its means over the first and the last :data:`WINDOW` train steps; None where the two
-        would overlap, or a step lacks it."""
-        if self.steps < 2 * WINDOW:
+    def change(self, name: str, most: int = WINDOW) -> tuple[Mean, Mean] | None:
+        """Its means over the first and the last ``most`` train steps, or over the halves of a
+        shorter run; None below :data:`WINDOW` steps each, or where a step lacks it."""
+        count = min(most, self.steps // 2)
+        if count < WINDOW:
             return None
-        start, now = mean_of(self._first, name, WINDOW), self.now(name)
+        start, now = mean_of(self._first[:count], name, count), self.now(name, count)
         return (start, now) if start and now else None
 
     def latest(self, *names: str, count: int) -> list[Step]:
@@ -139,7 +189,7 @@ def mean_of(steps: Sequence[Step], name: str, count: int) -> Mean | None:
         count
     )
     stderr = max(scatter, own) / math.sqrt(count)
-    return Mean(mean, stderr, steps[0].train_step, steps[-1].train_step)
+    return Mean(mean, stderr, steps[0].train_step, steps[-1].train_step, count, min(values))
 
 
 def _count(value: float) -> int:

@@ -11,9 +11,11 @@ GAP_STEPS = 3
 GAP_NATS = 0.1
 """Mean |rollout - old logprob| of one token under the same weights. Engines in bfloat16 differ by
 0.01 to 0.03; at 0.1 the sampled tokens are another policy's."""
+GAP_LARGE_NATS = 0.05
+"""No rounding of one model, and not yet another policy."""
 GAP_PART = 0.5
 """Of mean |k|: the engines differ by half of what the teacher says."""
-GAP_FLOOR = 0.02
+GAP_FLOOR = 0.035
 """Below, a gap is rounding, however near the student is to its teacher."""
 
 TOP = "advantage_top1pct_share"
@@ -41,7 +43,7 @@ def engine_gap(history: History, facts: RunFacts) -> Finding | None:
     if not gap:
         return None
     drowned = distance is not None and gap.value >= GAP_PART * distance.value
-    if gap.value < GAP_NATS and not (drowned and gap.value >= GAP_FLOOR):
+    if gap.value < (GAP_FLOOR if drowned else GAP_LARGE_NATS):
         return None
     beside = f"; opd_abs_logprob_diff {distance.value:.2g}" if distance else ""
     return Finding(

@@ -16,6 +16,8 @@ SAME_SPREAD_NATS = 0.1
 """Spread of k: rounding moves many tokens by little, another model a few by nats."""
 EFFECT = 0.01
 """Part of the gradient, or of the advantage's spread, below which a term steers nothing."""
+REACHED_NATS = 0.05
+"""Mean |k| of a student that has reached its teacher, in bfloat16 too: nothing is left to steer."""
 MEASUREMENTS = 2
 """Measured gradients: one may be that of an odd batch."""
 STEPS = 3
@@ -68,7 +70,7 @@ def teacher_without_effect(history: History, facts: RunFacts) -> Finding | None:
         return None
     if evidence := _clamped_away(history, facts):
         cure = f"raise opd.kl_clamp (now {facts.kl_clamp:g}); 5 cuts outliers only"
-    elif evidence := _small_gradient(history) or _small_part(history):
+    elif not _reached(history) and (evidence := _small_gradient(history) or _small_part(history)):
         cure = (
             f"raise opd.opd_adv_weight (now {facts.opd_adv_weight:g}) or lower "
             f"opd.task_adv_weight (now {facts.task_adv_weight:g})"
@@ -83,6 +85,11 @@ def teacher_without_effect(history: History, facts: RunFacts) -> Finding | None:
         "the teacher is asked and paid for, and its answer changes almost nothing",
         cure,
     )
+
+
+def _reached(history: History) -> bool:
+    distance = history.now("opd_abs_logprob_diff", STEPS)
+    return distance is not None and distance.value <= REACHED_NATS
 
 
 def _clamped_away(history: History, facts: RunFacts) -> str:

@@ -111,6 +111,18 @@ def test_one_step_that_kept_rollouts_is_shown_once(tmp_path: Path) -> None:
     assert [step.train_step for step in view.steps] == [10]
 
 
+def test_records_that_say_at_their_end_that_they_keep_none_are_not_read(tmp_path: Path) -> None:
+    build = RunBuilder(steps=30, rollouts_kept=0)
+    for step in range(1, 31):
+        write_token_kl(path_of(tmp_path, step), build.token_kl(step))
+    for step in range(6, 26):  # neither before nor after
+        record = path_of(tmp_path, step).read_bytes()
+        path_of(tmp_path, step).write_bytes(b"what cannot be read" + record)
+    view = load_kl_view(tmp_path)
+    assert view is not None
+    assert view.steps == ()
+
+
 def test_the_worst_hundredth_is_told_with_its_share() -> None:
     said = worst_said([kept(*[0.01] * 198, 8.0, -2.0)])
     assert said == (

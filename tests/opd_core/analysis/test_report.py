@@ -13,7 +13,7 @@ from time import process_time
 import pytest
 
 from opd_core.analysis.report import build_report, write_report
-from opd_core.errors import ConfigError
+from opd_core.errors import ConfigError, DataError
 from opd_core.training.token_kl import read_token_kl, write_token_kl
 from tests.opd_core.analysis.run_builder import RunBuilder
 
@@ -63,6 +63,12 @@ def test_the_report_of_a_whole_run_shows_every_section(written: Path) -> None:
         "set enable_thinking",
     ):
         assert said in text
+
+
+def test_held_out_questions_name_the_train_steps_of_their_evaluations(run: Path) -> None:
+    (run / "evaluations" / "step-000000.json").unlink()
+    section = build_report(run).partition('id="questions"')[2].partition("</section>")[0]
+    assert re.findall(r">(train step \d+)<", section) == ["train step 25", "train step 50"]
 
 
 def remove(path: Path) -> None:
@@ -189,3 +195,10 @@ def test_more_rollouts_than_there_is_room_for_are_counted(tmp_path: Path) -> Non
     shown = path.read_text().count('class="tokens"')
     (first, last) = map(int, re.findall(r"(\d+) more kept rollouts of this step", path.read_text()))
     assert shown + first + last == 120
+
+
+def test_a_journal_that_is_damaged_in_its_middle_makes_no_curves_up_to_there(run: Path) -> None:
+    good = '{"train_step": 1, "time": 1.0, "metrics": {"entropy": 1.0}}\n'
+    (run / "metrics.jsonl").write_text(f"{good}nonsense\n{good}")
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
+        build_report(run)

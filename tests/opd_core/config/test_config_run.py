@@ -83,6 +83,33 @@ def test_a_relative_tracking_uri_means_the_working_directory_wherever_it_is_read
     assert TrackingConfig(mlflow_uri=uri).mlflow_uri == meant.format(here=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("uri", "instead"),
+    [
+        ("http://me:sk-secret@host:5000", "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
+        ("HTTPS://sk-secret@host/mlflow", "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
+        ("postgresql://me:sk-secret@host/mlflow", "`mlflow server"),
+        ("mysql+pymysql://me:sk-/secret@host/mlflow", "`mlflow server"),
+        ("postgresql://host/mlflow?user=me&password=sk-secret", "`mlflow server"),
+    ],
+)
+def test_a_recipe_whose_tracking_uri_holds_a_password_is_refused_without_repeating_it(
+    recipe: Path, uri: str, instead: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"tracking\.mlflow_uri: .*{instead}") as caught:
+        load_recipe(recipe, [f"tracking.mlflow_uri={uri}"])
+    assert "secret" not in str(caught.value)
+    assert TrackingConfig(mlflow_uri=uri).mlflow_uri == uri, "of a command line"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["http://host:5000/a@b", "postgresql://me@host/mlflow", "sqlite:////data/a:b@c/mlflow.db"],
+)
+def test_a_tracking_uri_without_a_password_is_taken(recipe: Path, uri: str) -> None:
+    assert load_recipe(recipe, [f"tracking.mlflow_uri={uri}"]).tracking.mlflow_uri == uri
+
+
 def test_where_an_answer_begins_is_a_regular_expression_that_compiles() -> None:
     assert TrackingConfig(answer_pattern="Final: ").answer_pattern == "Final: "
     with pytest.raises(ValidationError, match="no regular expression: missing"):

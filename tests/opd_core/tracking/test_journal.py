@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from opd_core.errors import DataError
-from opd_core.tracking.journal import Journal, JournalReader, JournalRecord
+from opd_core.tracking.journal import Journal, JournalReader, JournalRecord, read_all
 
 WRITER = """
 import sys
@@ -128,6 +128,18 @@ def test_a_malformed_whole_line_is_an_error_that_names_file_and_line(path: Path,
     for _ in range(2):
         with pytest.raises(DataError, match=r"metrics\.jsonl, line 3: .*remove or mend"):
             reader.read()
+
+
+def test_a_whole_journal_is_read_to_its_end_or_to_an_error(path: Path) -> None:
+    good = '{"train_step":7,"time":1.0,"metrics":{}}\n'
+    assert list(read_all(path)) == []
+    path.write_text(good + good)
+    assert steps(list(read_all(path))) == [7, 7]
+    path.write_text(good + "nonsense\n" + good)
+    records = read_all(path)
+    assert next(records).train_step == 7
+    with pytest.raises(DataError, match="line 2"):
+        next(records)
 
 
 def test_a_journal_that_lost_what_was_read_is_an_error(path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -376,7 +376,7 @@ def test_the_ending_is_told_once_all_records_are_there_and_again_until_it_is_tak
     assert report.sinks["sink"].left_out == ("run.log: no such file",)
 
 
-def test_a_malformed_journal_ends_the_run_in_the_sinks_and_is_reported(
+def test_a_malformed_journal_ends_the_run_in_the_sinks_and_is_complete_once_it_is_mended(
     path: Path, journal: Journal
 ) -> None:
     journal.append(1, {})
@@ -386,12 +386,22 @@ def test_a_malformed_journal_ends_the_run_in_the_sinks_and_is_reported(
     sink = FakeSink()
     shipper = shipper_of(path, sink=sink)
     shipper.start()
-    report = shipper.close(PATIENCE_S, ENDING)
-    assert sink.steps == [1]
-    assert sink.endings == [ENDING]
-    assert report.journal_error is not None
-    assert "line 2" in report.journal_error
-    assert not report.complete
+    told: list[ShippingReport] = []
+
+    def mend(report: ShippingReport) -> None:
+        if sink.endings and not told:
+            told.append(report)
+            path.write_text(path.read_text().replace("garbage\n", ""))
+
+    report = shipper.close(PATIENCE_S, ENDING, mend)
+    (meanwhile,) = told
+    assert meanwhile.journal_error is not None
+    assert "line 2" in meanwhile.journal_error
+    assert not meanwhile.sinks["sink"].complete
+    assert sink.endings[0] == replace(ENDING, complete=False)
+    assert sink.endings[-1] == ENDING
+    assert sink.steps == [1, 2]
+    assert report.complete
 
 
 def test_a_sink_that_is_away_lags_by_what_it_lacks_and_the_others_do_not(

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PosixPath
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from opd_core.lifecycle.ledger import read_ledger
 from opd_core.lifecycle.process import boot_id, identify, open_pidfd, read_stat, wait_pidfd
 from opd_core.lifecycle.records import ChildSpec
 from opd_core.scoring.facts import Canary, TeacherFacts, facts_to_json
+from opd_core.training.alone import alone
 from opd_core.training.attempts import (
     Attempt,
     RunHistory,
@@ -30,6 +32,7 @@ from opd_core.training.attempts import (
 )
 
 KILLED = Attempt(1.0, "first-flow")
+OF_THE_FIRST = ("result.json", "summary.json", "report.html", "teachers.json")
 PRINTS = {"the student": "aa", "data.train": "bb"}
 
 
@@ -39,7 +42,7 @@ def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "run-1"
     (folder / "logs").mkdir(parents=True)
     (folder / "checkpoints" / "step-000002").mkdir(parents=True)
-    for name in ("config.json", "result.json", "summary.json", "teachers.json", "metrics.jsonl"):
+    for name in (*OF_THE_FIRST, "config.json", "metrics.jsonl"):
         (folder / name).write_text(f"{name} of the first")
     (folder / "logs" / "student.log").write_text("the first job")
     RunHistory("run-1", (KILLED,), PRINTS).write(folder)
@@ -51,8 +54,7 @@ def test_what_is_of_one_attempt_is_put_aside_and_the_rest_stays(run_dir: Path) -
     assert history == read_history(run_dir)
     assert [attempt.flow_run_id for attempt in history.attempts] == ["first-flow", "second-flow"]
     aside = run_dir / "attempts" / "1"
-    names = {"config.json", "result.json", "summary.json", "teachers.json", "logs"}
-    assert {path.name for path in aside.iterdir()} == names
+    assert {path.name for path in aside.iterdir()} == {*OF_THE_FIRST, "config.json", "logs"}
     assert (aside / "logs" / "student.log").read_text() == "the first job"
     stays = {"config.json", "metrics.jsonl", "checkpoints", "run.json", "attempts"}
     assert {path.name for path in run_dir.iterdir()} == stays
@@ -114,6 +116,35 @@ def test_two_processes_cannot_take_a_run_up_at_once(run_dir: Path) -> None:
     finally:
         os.close(folder)
     assert not (run_dir / "attempts").exists()
+
+
+def test_a_run_that_another_process_settles_or_synchronises_is_not_continued(
+    run_dir: Path,
+) -> None:
+    (run_dir / "receipt.json").write_text("{}")
+    with alone(run_dir):
+        with pytest.raises(ConfigError, match="another process is settling, synchronising"):
+            continue_run(run_dir, PRINTS, "", 10.0)
+        assert not (run_dir / "attempts").exists()
+        assert len(read_history(run_dir).attempts) == 1
+    assert len(continue_run(run_dir, PRINTS, "", 10.0).attempts) == 2
+    with pytest.raises(ConfigError, match="has not ended yet"), alone(run_dir):
+        pass
+
+
+class MovedOnOpening(PosixPath):
+    """Its files are opened a moment before another process moves them away."""
+
+    def open(self, *how: Any, **more: Any) -> Any:
+        file = super().open(*how, **more)
+        self.rename(self.with_suffix(".moved"))
+        return file
+
+
+def test_whoever_locks_a_receipt_that_was_just_moved_away_has_locked_nothing(run_dir: Path) -> None:
+    (run_dir / "receipt.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has not ended yet"), alone(MovedOnOpening(run_dir)):
+        pass
 
 
 def test_what_a_killed_attempt_left_is_ended_before_its_ledger_goes_aside(

@@ -1,4 +1,4 @@
-"""A fork takes the newest whole checkpoint and the journal up to it, and nothing else."""
+"""A fork takes the newest whole checkpoint and the records up to it, and nothing else."""
 
 from __future__ import annotations
 
@@ -68,6 +68,23 @@ def test_a_fork_costs_no_second_copy_and_outlives_its_source(source: Path, tmp_p
     assert (target / shard).samefile(source / shard)
     (source / shard).unlink()
     assert (target / shard).read_bytes() == b"numbers of 4"
+
+
+def test_evaluations_and_token_kl_up_to_the_checkpoint_come_along(
+    source: Path, tmp_path: Path
+) -> None:
+    for folder in ("evaluations", "token_kl"):
+        (source / folder).mkdir()
+        for train_step in range(7):
+            (source / folder / f"step-{train_step:06d}.json").write_text(f"{folder} {train_step}")
+        (source / folder / "step-000001.json.tmp").touch()
+    target = tmp_path / "run-2"
+    target.mkdir()
+    fork_run(source, target)
+    for folder in ("evaluations", "token_kl"):
+        names = [f"step-{train_step:06d}.json" for train_step in range(5)]
+        assert sorted(path.name for path in (target / folder).iterdir()) == names
+        assert (target / folder / names[4]).read_text() == f"{folder} 4"
 
 
 def test_a_run_without_checkpoint_cannot_be_forked(tmp_path: Path) -> None:

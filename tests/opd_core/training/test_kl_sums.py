@@ -13,6 +13,7 @@ import pytest
 from opd_core.agent_loop.survivors import Survivors
 from opd_core.rollout import RolloutState
 from opd_core.training.kl_sums import (
+    SEARCHED,
     Scored,
     TokenKLWriter,
     answer_start,
@@ -123,6 +124,9 @@ def test_a_tools_tokens_and_what_does_not_train_are_in_no_sum(
         ("a", "<think>\n\n</think>\n\n", None, "a"),
         ("x = 1 = 2", "", "= ?", "= 2"),
         ("no match", "", "=", "no match"),
+        ("a" * 30_000 + " = 2", "", "=", "= 2"),
+        ("a = " + "b" * SEARCHED, "", "=", "a = " + "b" * SEARCHED),
+        ("a #### " + "b" * SEARCHED, "", None, "#### " + "b" * SEARCHED),
     ],
 )
 def test_the_answer_begins_where_models_begin_it(

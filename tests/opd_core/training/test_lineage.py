@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from opd_core.config import ExperimentConfig
-from opd_core.errors import ConfigError
+from opd_core.errors import ConfigError, DataError
 from opd_core.lifecycle.process import boot_id, identify
 from opd_core.recipe import load_recipe
 from opd_core.tracking.journal import Journal
@@ -177,6 +177,14 @@ def test_a_living_run_is_neither_resumed_nor_kept_from_being_forked(tmp_path: Pa
     with pytest.raises(ConfigError, match=rf"still running \(pid {os.getppid()}\)"):
         resume(run_dir)
     assert plan_run(RECIPE, fork=str(run_dir)).fork == run_dir
+
+
+def test_a_run_whose_journal_is_damaged_does_not_go_on(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    with (run_dir / "metrics.jsonl").open("a") as journal:
+        journal.write("nonsense\n")
+    with pytest.raises(DataError, match=f"line {TRAINED + 1}: .*mend"):
+        resume(run_dir)
 
 
 def test_a_run_is_found_by_its_id_under_the_run_root(
