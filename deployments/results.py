@@ -32,7 +32,10 @@ def compare(
         float | None,
         typer.Option(min=0, help="Where on the axis; else the farthest point that all reached"),
     ] = None,
-    margin: Annotated[float, typer.Option(help="A smaller difference is none that matters")] = 0.02,
+    margin: Annotated[
+        float | None,
+        typer.Option(help="A smaller difference is none that matters; of shares 0.02, else none"),
+    ] = None,
     reference: Annotated[
         list[str] | None,
         typer.Option(metavar="LABEL=FILE", help="A further line: an evaluation from `opd eval`"),

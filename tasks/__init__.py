@@ -15,8 +15,8 @@
 ``reaping``     ends what dead runs left; ``receipts``: how a run's own end is shown
 ``cards``       the pair check card: terminal, artifact, run directory
 ``summary``     what a run came to: summary, model card, table; ``findings``: known failures, live
-``tracking``    the journal to MLflow and TensorBoard; ``mlflow_run``: tags and params; ``sync``: once
-more, point by point
+``tracking``    the journal to MLflow and TensorBoard; ``mlflow_run``: tags and params
+``sync``        all of it once more, compared point by point
 ``provenance``  code, packages and machine
 ``evaluation``  a model's held-out accuracy, without a run
 ``comparing``   runs found (``lookup``), compared, kept as files and in MLflow (``mlflow_compared``)

@@ -5,6 +5,7 @@ The files come first: whatever happens to MLflow, a comparison that was made is 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from opd_core.tracking.mlflow_sink import bound_http_waits
 from opd_core.training.evaluation_records import read_evaluation
 from opd_core.whole_file import write_whole
 from tasks.console import announce, warn
-from tasks.lookup import find_runs
+from tasks.lookup import expanded, find_runs
 from tasks.mlflow_compared import tracked_comparison
 
 FOLDER = "comparisons"
@@ -34,6 +35,8 @@ JSON_FILE, PAGE_FILE, MARKDOWN_FILE = "comparison.json", "comparison.html", "com
 ARTIFACT, PAGE_ARTIFACT = "comparison", "comparison-page"
 """Prefect's keys of the verdict with its table, and of the link to the page."""
 MAX_ARMS_IN_NAME = 60
+CHART_LINK = re.compile(r"^!\[.*\]\(([\w-]+\.svg)\)$", re.M)
+"""A line of a comparison's markdown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +85,19 @@ def compare_runs(
         mlflow: whether the runs' MLflow is told.
 
     Raises:
-        ConfigError: an unknown run, or runs that cannot be compared at this target.
+        ConfigError: fewer than two runs, an unknown one, runs that cannot be compared at this
+            target, or a folder that cannot be written.
         DataError: a file of a run that cannot be read.
     """
+    if len(names) < 2:
+        raise ConfigError(f"expected two runs at least, to compare with each other, got {[*names]}")
     runs = [load_run_data(directory) for directory in find_runs(names, root, mlflow_uri)]
     comparison = compare(runs, target, [_reference(given) for given in references])
-    directory = out.expanduser().absolute() if out else _place(comparison, runs)
-    _write(comparison, runs, directory)
+    try:
+        directory = expanded(str(out)).absolute() if out else _place(comparison, runs)
+        _write(comparison, runs, directory)
+    except OSError as error:
+        raise ConfigError(f"out: expected a folder that can be written, got {error}") from None
     if not mlflow:
         return Compared(comparison, directory)
     mlflow_run_id, lacking = _tell_mlflow(comparison, runs, directory)
@@ -129,7 +138,7 @@ def _reference(given: str) -> Reference:
         raise ConfigError(
             f"reference: expected LABEL=FILE, the file an evaluation's record, got {given!r}"
         )
-    return Reference(label, read_evaluation(Path(file).expanduser()))
+    return Reference(label, read_evaluation(expanded(file)))
 
 
 def _place(comparison: Comparison, runs: Sequence[RunData]) -> Path:
@@ -140,8 +149,10 @@ def _place(comparison: Comparison, runs: Sequence[RunData]) -> Path:
 
 
 def _write(comparison: Comparison, runs: Sequence[RunData], directory: Path) -> None:
-    """JSON first: the rest can be made from it."""
+    """JSON first: the rest can be made from it. Charts of an earlier comparison in this folder go
+    with it."""
     directory.mkdir(parents=True, exist_ok=True)
+    earlier = _charts_in(directory)
     write_whole(directory / JSON_FILE, comparison.to_json())
     charts = comparison_charts(comparison)
     for chart in charts:
@@ -151,6 +162,16 @@ def _write(comparison: Comparison, runs: Sequence[RunData], directory: Path) -> 
     directories = {run.run_id: run.directory for run in runs}
     page = comparison_page(comparison, charts, directories=directories, page_folder=directory)
     write_whole(directory / PAGE_FILE, page)
+    for name in earlier - {chart.file for chart in charts}:
+        (directory / name).unlink(missing_ok=True)
+
+
+def _charts_in(directory: Path) -> set[str]:
+    """The charts that an earlier comparison in this folder refers to."""
+    if not (directory / JSON_FILE).is_file() or not (directory / MARKDOWN_FILE).is_file():
+        return set()
+    text = (directory / MARKDOWN_FILE).read_text(encoding="utf-8", errors="replace")
+    return set(CHART_LINK.findall(text))
 
 
 def _tell_mlflow(

@@ -17,6 +17,7 @@ from opd_core.training.files import RUN_FILE
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
 DIRECTORY_TAG = "opd.run_directory"
 NEAREST = 5
+MOST_LETTERS = 200
 
 
 def find_runs(names: Sequence[str], root: Path, mlflow_uri: str | None = None) -> list[Path]:
@@ -28,9 +29,24 @@ def find_runs(names: Sequence[str], root: Path, mlflow_uri: str | None = None) -
     return [_find(name, root, mlflow_uri) for name in names]
 
 
+def expanded(name: str) -> Path:
+    """The path with ``~`` resolved, where there is such a user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
+def _is_run(directory: Path) -> bool:
+    try:
+        return (directory / RUN_FILE).is_file()
+    except OSError:  # longer than a name may be, or not to be looked into
+        return False
+
+
 def _find(name: str, root: Path, mlflow_uri: str | None) -> Path:
-    for directory in (Path(name).expanduser(), root / name):
-        if (directory / RUN_FILE).is_file():
+    for directory in (expanded(name), root / name):
+        if _is_run(directory):
             return directory.absolute()
     if MLFLOW_ID.fullmatch(name):
         return _find_by_mlflow(name, root, mlflow_uri)
@@ -38,8 +54,8 @@ def _find(name: str, root: Path, mlflow_uri: str | None) -> Path:
     nearest = difflib.get_close_matches(name, known, NEAREST, cutoff=0.4)
     there = f"the nearest are: {', '.join(nearest)}" if nearest else f"it holds {len(known)} runs"
     raise ConfigError(
-        f"no run {name!r}: expected a run directory, the id of a run in {root.absolute()}, or an "
-        f"MLflow run id; {there}"
+        f"no run {name[:MOST_LETTERS]!r}: expected a run directory, the id of a run in "
+        f"{root.absolute()}, or an MLflow run id; {there}"
     )
 
 
@@ -61,7 +77,7 @@ def _find_by_mlflow(name: str, root: Path, mlflow_uri: str | None) -> Path:
             "tracked run; if it lies in another MLflow, name that one"
         )
     for directory in (Path(told or ""), root / (run_id or "")):
-        if (directory / RUN_FILE).is_file():
+        if _is_run(directory):
             return directory.absolute()
     raise ConfigError(
         f"run {name} is {run_id} in {told}, which is not on this machine: compare where it is, or "

@@ -93,7 +93,8 @@ def common_axes(runs: Sequence[RunData]) -> tuple[tuple[str, ...], list[str]]:
             common.append(name)
         elif len(without) < len({run.run_id for run in runs}):
             sentences.append(
-                f"no alignment on {name}: {', '.join(dict.fromkeys(without))} have none, or did not record it"
+                f"no alignment on {name}: {', '.join(dict.fromkeys(without))} have none, or did "
+                "not record it"
             )
     return tuple(common), sentences
 

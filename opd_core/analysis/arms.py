@@ -75,19 +75,19 @@ def _doubts(arm: ArmRuns) -> Iterable[str]:
 
 
 def _labels(groups: Sequence[tuple[RunData, ...]]) -> list[str]:
-    """The recipe's name; where the baseline has it too, with what differs from the baseline."""
-    names = [group[0].name for group in groups]
+    """The recipe's name; of further arms of that name, with what differs from the first."""
+    first: dict[str, RunData] = {}
     labels: list[str] = []
-    for name, group in zip(names, groups, strict=True):
-        label = name
-        if labels and names.count(name) > 1:
-            label = f"{name} ({_what_differs(groups[0][0], group[0])})"
+    for run, *_ in groups:
+        label = name = run.name
+        if first.setdefault(name, run) is not run:
+            label = f"{name} ({_what_differs(first[name], run)})"
         labels.append(label if label not in labels else f"{label} #{len(labels) + 1}")
     return labels
 
 
-def _what_differs(baseline: RunData, run: RunData) -> str:
-    mine, theirs = identity(run), identity(baseline)
+def _what_differs(first: RunData, run: RunData) -> str:
+    mine, theirs = identity(run), identity(first)
     changed = [f"{key}={value}" for key, value in mine.items() if theirs.get(key) != value]
     if not changed:
         return f"code {code_of(run)[0][:8]}"

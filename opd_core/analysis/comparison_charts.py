@@ -11,7 +11,8 @@ from xml.sax.saxutils import escape
 from markupsafe import Markup
 
 from opd_core.analysis.charts import Curve, IntervalRow, Line, interval_chart, line_chart
-from opd_core.analysis.comparison_words import axis_name, is_share, metric_name, slug
+from opd_core.analysis.comparison_words import axis_name, metric_name, slug
+from opd_core.analysis.measuring import is_share
 from opd_core.analysis.outcome import Comparison
 from opd_core.analysis.page import TEMPLATES
 
@@ -95,7 +96,7 @@ def _differences(comparison: Comparison) -> Iterator[NamedChart]:
                 )
                 for pair, i in rows
             ],
-            margin=scale * target.margin,
+            margin=None if target.margin is None else scale * target.margin,
             title=title,
             x_label=f"{unit} above or below {_cut(baseline, LABEL_WIDTH)}",
             caption=" ".join(dict.fromkeys(interval.covers for _, interval in rows)),

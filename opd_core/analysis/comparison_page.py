@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from opd_core.analysis.comparison_charts import NamedChart
-from opd_core.analysis.comparison_text import ONLY_SEEDS, title
+from opd_core.analysis.comparison_text import title
 from opd_core.analysis.comparison_words import (
     ARM_HEADINGS,
     arm_rows,
     difference_headings,
     difference_rows,
     metric_name,
+    nothing_differs,
     place,
     reference_rows,
     run_headings,
@@ -24,6 +26,8 @@ from opd_core.analysis.comparison_words import (
 from opd_core.analysis.outcome import (
     BETTER,
     CANNOT_TELL,
+    HIGHER,
+    LOWER,
     NO_DIFFERENCE,
     WORSE,
     Comparison,
@@ -31,7 +35,14 @@ from opd_core.analysis.outcome import (
 from opd_core.analysis.page import render
 from opd_core.training.files import REPORT_FILE
 
-BADGES = {BETTER: "good", WORSE: "bad", NO_DIFFERENCE: "note", CANNOT_TELL: "warn"}
+BADGES = {
+    BETTER: "good",
+    WORSE: "bad",
+    HIGHER: "note",
+    LOWER: "note",
+    NO_DIFFERENCE: "note",
+    CANNOT_TELL: "warn",
+}
 TEMPLATE = "comparison.html"
 
 
@@ -45,11 +56,12 @@ def comparison_page(
     """The page's HTML. ``directories`` are those of the runs, by run id: a run that has a report
     there is linked, relative to ``page_folder``."""
     links = {
-        run_id: os.path.relpath(directory / REPORT_FILE, page_folder)
+        run_id: quote(os.path.relpath(directory / REPORT_FILE, page_folder))
         for run_id, directory in directories.items()
         if (directory / REPORT_FILE).is_file()
     }
     rows = difference_rows(comparison)
+    metric, margin = comparison.target.metric, comparison.target.margin
     return render(
         TEMPLATE,
         title=title(comparison),
@@ -69,7 +81,7 @@ def comparison_page(
             for kind in dict.fromkeys(row[0] for row in rows)
         },
         run_headings=run_headings(comparison),
-        only_seeds=ONLY_SEEDS,
-        metric=sentence_case(metric_name(comparison.target.metric)),
-        margin=shown_difference(comparison.target.metric, comparison.target.margin).lstrip("+"),
+        nothing_differs=nothing_differs(comparison),
+        metric=sentence_case(metric_name(metric)),
+        margin="" if margin is None else shown_difference(metric, margin).lstrip("+"),
     )

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 
 from opd_core.analysis.charts import shown_number
-from opd_core.analysis.outcome import Arm, Comparison, Interval, Pair
+from opd_core.analysis.measuring import is_share
+from opd_core.analysis.outcome import Arm, ArmRun, Comparison, Interval, Pair
 
 NOTHING = "-"
 NAMES = {
@@ -24,8 +25,8 @@ AXIS_NAMES = {
     "device_seconds": "device-seconds",
     "money": "money",
 }
-SHARES = ("accuracy", "fraction", "share", "pass@")
-"""Words in the names of metrics that lie between 0 and 1."""
+POINTS = " points"
+ONLY_SEEDS, SAME_RUN = "They differ in nothing but the seed.", "It is the same run."
 ARM_HEADINGS = (
     "arm",
     "seeds",
@@ -49,11 +50,6 @@ def axis_name(axis: str) -> str:
     return AXIS_NAMES.get(axis, axis)
 
 
-def is_share(metric: str) -> bool:
-    """Whether the metric is written in per cent, and its differences in points."""
-    return any(word in metric for word in SHARES)
-
-
 def shown_value(metric: str, value: float) -> str:
     """``61.3 %``, or four figures."""
     return shown_number(value, is_share(metric)) if math.isfinite(value) else NOTHING
@@ -61,7 +57,7 @@ def shown_value(metric: str, value: float) -> str:
 
 def shown_difference(metric: str, value: float) -> str:
     """With its sign; of a share in points (``+3.1 points``)."""
-    return f"{_signed(metric, value)} points" if is_share(metric) else _signed(metric, value)
+    return _signed(metric, value) + (POINTS if is_share(metric) else "")
 
 
 def shown_interval(metric: str, interval: Interval | None) -> str:
@@ -125,7 +121,7 @@ def run_rows(comparison: Comparison) -> list[tuple[str, ...]]:
             run.run_id,
             arm.label,
             str(run.seed),
-            str(run.train_step),
+            _measured_after(run),
             shown_number(run.axis_value),
             shown_value(metric, run.value),
         )
@@ -148,10 +144,22 @@ def difference_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     ]
 
 
+def nothing_differs(comparison: Comparison) -> str:
+    """What is said where there are no differences."""
+    runs = {run.run_id for arm in comparison.arms for run in arm.runs}
+    return SAME_RUN if len(runs) == 1 else ONLY_SEEDS
+
+
 def coverage(comparison: Comparison) -> list[str]:
     """What each kind of interval is about, and what not: a sentence each."""
     intervals = [i for pair in comparison.pairs for i in (pair.models, pair.training) if i]
     return list(dict.fromkeys(interval.covers for interval in intervals))
+
+
+def _measured_after(run: ArmRun) -> str:
+    if run.train_step_after is None:
+        return str(run.train_step)
+    return f"between {run.train_step} and {run.train_step_after}"
 
 
 def _has(arm: Arm, values: Mapping[str, str]) -> str:

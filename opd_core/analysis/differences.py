@@ -178,7 +178,8 @@ def _packages(run: RunData) -> dict[str, str]:
     """Versions by name; of attempts that differ, one after the other."""
     found: dict[str, list[str]] = {}
     for attempt in _attempts(run):
-        for name, version in attempt.get("packages", {}).items():
+        packages = attempt.get("packages")
+        for name, version in packages.items() if isinstance(packages, dict) else ():
             found.setdefault(name, []).append(str(version))
     return {name: _in_turn(versions) for name, versions in found.items()}
 
@@ -186,12 +187,16 @@ def _packages(run: RunData) -> dict[str, str]:
 def _recorded(run: RunData, field: str) -> str:
     """The field of all attempts, one after the other where they differ."""
     values = [attempt[field] for attempt in _attempts(run) if field in attempt]
-    listed = [", ".join(v) if isinstance(v, list) else str(v) for v in values]
+    listed = [", ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
     return _in_turn([value or CLEAN for value in listed]) if listed else NOT_RECORDED
 
 
 def _attempts(run: RunData) -> list[Mapping[str, Any]]:
-    return list(run.provenance.get("attempts") or ())
+    """Those that can be read: a file of another version may hold anything."""
+    attempts = run.provenance.get("attempts")
+    if not isinstance(attempts, list):
+        return []
+    return [attempt for attempt in attempts if isinstance(attempt, dict)]
 
 
 def _in_turn(values: Iterable[str]) -> str:

@@ -31,6 +31,8 @@ from opd_core.training.token_kl import (
 STEPS_POOLED = 5
 MAX_SOURCES = 12
 OTHERS = "all others"
+MATTERS = 0.1
+"""The share of the KL from which a kind is named."""
 WORST = 0.01
 """The share of tokens that is called the worst."""
 
@@ -201,16 +203,18 @@ def position_label(position: int) -> str:
 
 
 def _said(rows: Sequence[Row], *, late: bool) -> str:
-    """Which kind holds most of the KL, and how many of the tokens that are."""
+    """Which kind holds the most KL for its tokens; of those that matter, if any does."""
     found = [(row.label, row.after if late else row.before) for row in rows]
     moments = [(label, moment) for label, moment in found if moment is not None]
     if len(moments) < 2 or any(math.isnan(moment.share) for _, moment in moments):
         return ""
-    label, most = max(moments, key=lambda pair: pair[1].share)
+    matter = [pair for pair in moments if pair[1].share >= MATTERS] or moments
+    label, most = max(matter, key=lambda pair: pair[1].share / pair[1].tokens)
     of_tokens = most.tokens / sum(moment.tokens for _, moment in moments)
-    share = f"{most.share:.0%}" if most.share <= 1 else "all"
     when = "After training" if late else "In these steps"
-    said = f"{when}, “{label}” holds {share} of the KL in {of_tokens:.0%} of the tokens."
+    said = f"{when}, “{label}” holds {most.share:.0%} of the KL in {of_tokens:.0%} of the tokens."
+    if most.share > 1:
+        said = f"{said[:-1]}; the sum over all others is negative."
     return said.replace("%", "\u00a0%")
 
 

@@ -112,13 +112,13 @@ def _farthest(placed: Sequence[_Placed]) -> tuple[float, list[str]]:
     told = f"{least.who} was last measured at {least.reached:.6g} {least.axis.name}"
     if least.reached == 0 < most.reached:
         raise ConfigError(
-            f"{told}, before training, and {most.run.run_id} at {most.reached:.6g}: leave the "
-            "first one out, or name the place (at)"
+            f"{told}, before training, and {most.run.run_id} at {most.reached:.6g}: leave "
+            f"{least.run.run_id} out, or name the place (at)"
         )
     if least.reached < CLEARLY_LESS * most.reached:
         return least.reached, [
-            f"{told}, {most.run.run_id} at {most.reached:.6g}, and all are compared where the "
-            "first one was: leave it out, or name another place (at)"
+            f"{told}, {most.run.run_id} at {most.reached:.6g}; all are compared where "
+            f"{least.run.run_id} was: leave it out, or name another place (at)"
         ]
     return least.reached, []
 

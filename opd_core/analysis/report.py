@@ -8,6 +8,7 @@ with a mark that says so.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from opd_core.analysis.report_charts import kl_charts, report_charts
 from opd_core.analysis.report_facts import (
     TONES,
     attempts_said,
+    findings_of,
+    groups_of,
     head_facts,
     held_out,
+    sinks_of,
     stage_seconds,
     time_shares,
     tracking_said,
@@ -31,15 +35,20 @@ from opd_core.analysis.run_data import RunData, load_run_data
 from opd_core.errors import DataError
 from opd_core.lifecycle.receipt_text import receipt_text
 from opd_core.lifecycle.records import RECEIPT_FILE, read_receipt
-from opd_core.training.files import REPORT_FILE, TOKEN_KL_FOLDER
+from opd_core.training.files import (
+    CONFIG_FILE,
+    PROVENANCE_FILE,
+    REPORT_FILE,
+    SUMMARY_FILE,
+    TOKEN_KL_FOLDER,
+)
 from opd_core.whole_file import write_whole
 
 PAIR_CHECK_FILE = "pair_check.json"
 MAX_TEXT = 100_000
 """Characters of one text that are shown."""
 MAX_ITEMS = 50
-"""Findings, cards and attempts that are shown."""
-FINDING = ("name", "train_step", "level", "evidence", "cause", "cure")
+"""Cards and attempts that are shown."""
 CARD_ROW = ("item", "student", "teacher", "level", "advice")
 
 
@@ -65,21 +74,22 @@ def build_report(directory: Path) -> str:
     """The report of the run in ``directory`` as HTML, at any point of the run's life.
 
     Raises :class:`~opd_core.errors.ConfigError` for what is no run directory, and
-    :class:`~opd_core.errors.DataError` where its journal, config, summary, provenance or an
-    evaluation are no such thing.
+    :class:`~opd_core.errors.DataError` where its history is no such thing.
     """
-    run = load_run_data(directory)
+    unreadable: dict[str, str] = {}
+    run = load_run_data(directory, unreadable)
     summary, kl = run.summary, _kl(run)
     page = render(
         "report.html",
         title=f"{run.run_id}: run report",
         run=run,
+        unreadable=unreadable,
         summary=summary,
         status=summary.get("status", "not ended"),
         tone=TONES.get(str(summary.get("status")), "bad" if summary else "note"),
         error=clipped(str(summary.get("error") or ""), MAX_TEXT),
-        facts=head_facts(run),
-        findings=_findings(summary),
+        facts=_made(SUMMARY_FILE, lambda: head_facts(run)),
+        findings=_findings(run),
         charts=report_charts(run.series),
         held_out=held_out(run.evaluations),
         kl=kl,
@@ -87,22 +97,31 @@ def build_report(directory: Path) -> str:
         levels=LEVELS,
         cards=_pair_cards(run),
         survivors=clipped(str(summary.get("survivors") or ""), MAX_TEXT),
+        groups=_made(SUMMARY_FILE, lambda: groups_of(summary)),
         shares=time_shares(run),
-        stages=stage_seconds(run),
-        tracking=summary.get("tracking"),
+        stages=_made(SUMMARY_FILE, lambda: stage_seconds(run)),
+        tracking=_made(SUMMARY_FILE, lambda: sinks_of(summary)),
         tracking_said=tracking_said(run),
         receipt=_receipt(directory),
         settings=clipped(yaml.safe_dump(run.config, sort_keys=False), MAX_TEXT),
-        attempts=attempts_said(run.provenance)[-MAX_ITEMS:],
+        attempts=_made(PROVENANCE_FILE, lambda: attempts_said(run.provenance)[-MAX_ITEMS:]),
     )
     return page.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs
 
 
-def _findings(summary: dict[str, Any]) -> Section:
-    found = summary.get("findings")
-    if found is None:
+def _made(file: str, make: Callable[[], Any]) -> Section:
+    """What is made of a file's data, which may have any shape."""
+    try:
+        return Section(make())
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError) as error:
+        return Section(missing=f"{file} holds what cannot be shown here: {error}.")
+
+
+def _findings(run: RunData) -> Section:
+    found = _made(f"{SUMMARY_FILE} or {CONFIG_FILE}", lambda: findings_of(run))
+    if found.content is None and not found.missing:
         return Section(missing="Nothing looked for known failures in this run.")
-    return Section([dict.fromkeys(FINDING, "") | finding for finding in found][:MAX_ITEMS])
+    return found
 
 
 def _without_teacher(run: RunData) -> bool:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from statistics import fmean, stdev
 from typing import Any
 
 from opd_core.analysis.charts import shown_number
+from opd_core.analysis.detectors import RunFacts, detect
 from opd_core.analysis.run_data import RunData
 from opd_core.training.evaluation_records import EvaluationRecord, QuestionResult
 
 TONES = {"completed": "good", "cancelled": "warn"}
 PARTS = ("sampling", "scoring", "training", "weight_sync")
 CLOSE = 1e-9
+FINDING = ("name", "train_step", "level", "evidence", "cause", "cure")
+MAX_FINDINGS = 50
 MAX_SOURCES, OTHERS = 20, "all others"
 
 
@@ -71,6 +74,31 @@ def head_facts(run: RunData) -> list[Fact]:
         None if seconds is None else Fact("Duration", duration(float(seconds))),
     ]
     return [fact for fact in facts if fact is not None]
+
+
+def findings_of(run: RunData) -> list[dict[str, Any]] | None:
+    """What was found in the run; looked for now where the summary does not say. None where there is
+    nothing to look at."""
+    found = run.summary.get("findings")
+    if found is None:
+        if not (run.config and run.series.names):
+            return None
+        found = map(asdict, detect(run.series, RunFacts.of(run.config)))
+    return [dict.fromkeys(FINDING, "") | finding for finding in found][:MAX_FINDINGS]
+
+
+def groups_of(summary: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Groups by status, and those that were lost by cause; empty where they were not counted."""
+    counted, lost = summary.get("groups") or {}, summary.get("lost") or {}
+    return (
+        {str(status): int(count) for status, count in counted.items()},
+        {str(cause): int(count) for cause, count in lost.items()},
+    )
+
+
+def sinks_of(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What became of the records in each sink, by its name."""
+    return {str(name): dict(sink) for name, sink in (summary.get("tracking") or {}).items()}
 
 
 def duration(seconds: float) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from opd_core.training.files import (
     SUMMARY_FILE,
 )
 
+T = TypeVar("T")
 Steps = NDArray[np.int64]
 Values = NDArray[np.float64]
 
@@ -92,22 +93,33 @@ class RunData:
         return int(self.config.get("seed", 0))
 
 
-def load_run_data(directory: Path) -> RunData:
+def load_run_data(directory: Path, unreadable: dict[str, str] | None = None) -> RunData:
     """Read a run directory, of a run at any point of its life.
 
     Raises :class:`~opd_core.errors.ConfigError` for what is no run directory,
-    :class:`~opd_core.errors.DataError` for a file that cannot be read.
+    :class:`~opd_core.errors.DataError` for a file that cannot be read. With ``unreadable`` such a
+    file counts as one that is not there, and that takes down why, by the file's name.
     """
+
+    def read(name: str, reader: Callable[[Path], T], missing: T) -> T:
+        try:
+            return reader(directory / name)
+        except DataError as error:
+            if unreadable is None:
+                raise
+            unreadable[name] = str(error)
+            return missing
+
     history = read_history(directory)
     fork = history.forked_from
     return RunData(
         run_id=history.run_id,
         directory=directory,
-        config=_json(directory / CONFIG_FILE),
-        summary=_json(directory / SUMMARY_FILE),
-        series=Series.from_records(_records(directory / JOURNAL_FILE)),
-        evaluations=read_evaluations(directory / EVALUATIONS_FOLDER),
-        provenance=_json(directory / PROVENANCE_FILE),
+        config=read(CONFIG_FILE, _config, {}),
+        summary=read(SUMMARY_FILE, _json, {}),
+        series=Series.from_records(read(JOURNAL_FILE, _records, [])),
+        evaluations=read(EVALUATIONS_FOLDER, read_evaluations, ()),
+        provenance=read(PROVENANCE_FILE, _json, {}),
         fingerprints=dict(history.fingerprints),
         forked_from=f"{fork.run_id}@{fork.train_step}" if fork else "",
     )
@@ -118,6 +130,13 @@ def _records(path: Path) -> list[JournalRecord]:
         return list(read_all(path))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _config(path: Path) -> dict[str, Any]:
+    config = _json(path)
+    if type(seed := config.get("seed", 0)) is not int:
+        raise DataError(f"{path}: expected an integer as seed, got {seed!r}")
+    return config
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -77,6 +77,17 @@ def uniform_interval(value: float, units: int, span: float, confidence: float = 
     return Bounds(np.float64(low), np.float64(high), np.float64(p))
 
 
+def wilson_interval(right: int, units: int, *, confidence: float = 0.95) -> Bounds:
+    """The interval of a share of which ``right`` of ``units`` were seen (Wilson 1927): resampling
+    is too narrow for a share near 0 or 1."""
+    z = special.ndtri((1 + confidence) / 2)
+    share, whole = right / units, 1 + z**2 / units
+    middle = (share + z**2 / (2 * units)) / whole
+    half = z / whole * np.sqrt(share * (1 - share) / units + (z / (2 * units)) ** 2)
+    low, high = np.clip([middle - half, middle + half], 0.0, 1.0)
+    return Bounds(low, high, np.float64(right == 0))
+
+
 def t_interval(values: Array, *, confidence: float = 0.95) -> Bounds:
     """Student's t-interval of the mean over units, e.g. one difference a seed where both arms have
     the same seeds.
@@ -123,9 +134,18 @@ def welch_seeds_needed(
 ) -> int | None:
     """Seeds that each arm needs so that Welch's t-test at ``alpha`` finds ``difference`` with a
     chance of 80 %; None above 1000."""
-    sd = float(np.hypot(sd_a, sd_b))
-    freedom = sd**4 / (sd_a**4 + sd_b**4) if sd > 0 else 1.0
-    return _seeds_needed(difference, sd, freedom, alpha)
+    return _seeds_needed(difference, *_welch(sd_a, sd_b), alpha)
+
+
+def paired_seeds_within(sd: float, half_width: float) -> int | None:
+    """Seeds from which on half the 95 % paired t-interval is no wider than ``half_width``, at this
+    ``sd`` of the differences of one seed; None above 1000."""
+    return _seeds_within(half_width, sd, 1.0)
+
+
+def welch_seeds_within(sd_a: float, sd_b: float, half_width: float) -> int | None:
+    """The same of Welch's interval."""
+    return _seeds_within(half_width, *_welch(sd_a, sd_b))
 
 
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
@@ -165,6 +185,20 @@ def _student(value: Number, error: Number, degrees: Number, confidence: float) -
     certain = np.where(value == 0, 0.0, np.inf)
     t = np.where(error > 0, np.abs(value) / np.where(error > 0, error, 1), certain)
     return Bounds(value - half, value + half, 2 * special.stdtr(degrees, -t))
+
+
+def _welch(sd_a: float, sd_b: float) -> tuple[float, float]:
+    """The spread of a difference of two seeds, and Welch's degrees of freedom for each further
+    one."""
+    sd = float(np.hypot(sd_a, sd_b))
+    return sd, sd**4 / (sd_a**4 + sd_b**4) if sd > 0 else 1.0
+
+
+def _seeds_within(half_width: float, sd: float, freedom: float) -> int | None:
+    seeds = np.arange(2, MOST_SEEDS + 1, dtype=np.float64)
+    halves = special.stdtrit(freedom * (seeds - 1), 0.975) * sd / np.sqrt(seeds)
+    enough = np.flatnonzero(halves <= half_width)
+    return int(seeds[enough[0]]) if len(enough) else None
 
 
 def _seeds_needed(difference: float, sd: float, freedom: float, alpha: float) -> int | None:

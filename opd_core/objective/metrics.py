@@ -128,20 +128,32 @@ def teacher_metrics(
     }
 
 
-def rollout_stderr(sums: Float[Tensor, " R"], counts: Num[Tensor, " R"]) -> Float[Tensor, ""]:
-    """Standard error of the token mean sum(sums) / sum(counts), by rollout, in fp64.
+def group_stderr(
+    sums: Float[Tensor, " R"], counts: Num[Tensor, " R"], groups: Num[Tensor, " R"]
+) -> Float[Tensor, ""]:
+    """Standard error of the token mean sum(sums) / sum(counts) of R rollouts on the CPU, in fp64.
 
-    Tokens of one rollout are not independent, rollouts of different prompts are: the error of this
-    ratio of sums is taken over rollouts, sqrt(R / (R - 1) * sum((s_r - mean * n_r)^2)) / sum(n)
-    (linearised ratio estimator, Cochran 1977, chapter 6). 0 for fewer than two rollouts.
+    Tokens of one rollout are not independent, and neither are rollouts of one prompt; groups are.
+    With s_g and n_g the sums over the rollouts of group g of G: sqrt(G / (G - 1) * sum((s_g - mean
+    * n_g)^2)) / sum(n) (linearised ratio estimator of cluster samples, Cochran 1977, chapter 6). 0
+    for fewer than two groups.
+
+    ``groups`` holds each rollout's group number. The order of summing is that of the rows, so
+    that ranks which gathered the same rows agree in every bit.
     """
-    sums, counts = sums.detach().double(), counts.detach().double()
-    rollouts = sums.numel()
-    if rollouts < 2:
+    places: dict[float, int] = {}
+    place = torch.tensor(
+        [places.setdefault(group, len(places)) for group in groups.tolist()], dtype=torch.long
+    )
+    sums, counts = (
+        rows.new_zeros(len(places), dtype=torch.float64).index_add(0, place, rows.detach().double())
+        for rows in (sums, counts)
+    )
+    if len(places) < 2:
         return sums.new_zeros(())
     total = counts.sum().clamp(min=1)
     residuals = sums - sums.sum() / total * counts
-    return (residuals.square().sum() * rollouts / (rollouts - 1)).sqrt() / total
+    return (residuals.square().sum() * len(places) / (len(places) - 1)).sqrt() / total
 
 
 def _per_source(k: Tensor, source_index: Tensor, sources: tuple[str, ...]) -> dict[str, Tensor]:

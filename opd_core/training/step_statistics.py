@@ -13,8 +13,8 @@ from opd_core.objective.importance import ImportanceWeights
 from opd_core.objective.loss import PolicyLoss
 from opd_core.objective.metrics import (
     gather_tokens,
+    group_stderr,
     reverse_kl_metrics,
-    rollout_stderr,
     teacher_metrics,
 )
 from opd_core.training.batch import TrainBatch
@@ -31,6 +31,7 @@ class StepStatistics:
     def __init__(self, device: torch.device) -> None:
         self._tokens = [torch.zeros((0, TOKEN_COLUMNS), dtype=torch.float64, device=device)]
         self._rollouts = [torch.zeros((0, 2), dtype=torch.float64, device=device)]
+        self._groups: list[int] = []
         self._clipped = torch.zeros((), dtype=torch.float64, device=device)
         self._grad_norm = torch.zeros((), dtype=torch.float64, device=device)
         self._referred = self._weighed = False
@@ -65,7 +66,15 @@ class StepStatistics:
         pairs = torch.stack([rows[:, 0], torch.ones_like(rows[:, 0])], dim=1)
         sums = rows.new_zeros(len(micro.samples), 2).index_add(0, of_rollout, pairs)
         self._rollouts.append(sums)
+        self._groups += (sample.rollout[0] for sample in micro.samples)
         self._clipped += outcome.clipped_tokens
+
+    def _stderr(self) -> Tensor:
+        """Of the mean k, by group: the rollouts of one may lie on several ranks."""
+        rollouts = torch.cat(self._rollouts)
+        groups = rollouts.new_tensor(self._groups)  # exact up to 2^53
+        columns = gather_tokens(torch.column_stack([rollouts, groups])).cpu().unbind(1)
+        return group_stderr(*columns).to(rollouts.device)
 
     def stepped(self, grad_norm: Tensor) -> None:
         """An optimizer step was taken."""
@@ -84,8 +93,7 @@ class StepStatistics:
             source_index=source,
             sources=batch.sources,
         )
-        sums, counts = gather_tokens(torch.cat(self._rollouts)).unbind(1)
-        metrics["opd_reverse_kl_stderr"] = rollout_stderr(sums, counts)
+        metrics["opd_reverse_kl_stderr"] = self._stderr()
         if batch.scored:
             metrics |= teacher_metrics(old_logprobs=old, reverse_kl=k, opd_term=opd_term)
         else:

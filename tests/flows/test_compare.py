@@ -26,7 +26,9 @@ def test_a_request_asks_for_what_the_comparison_takes_for_granted() -> None:
     assert asked.target == Target("entropy", "money", 2.5, 0.1)
 
 
-@pytest.mark.parametrize("odd", [{"runs": ["a"]}, {"axis": "hours"}, {"margin": 0}, {"seed": 1}])
+@pytest.mark.parametrize(
+    "odd", [{"runs": ["a"]}, {"axis": "hours"}, {"margin": 0}, {"at": "inf"}, {"seed": 1}]
+)
 def test_an_odd_request_is_refused_before_anything_is_read(odd: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         CompareRequest.model_validate({"runs": ["a", "b"]} | odd)

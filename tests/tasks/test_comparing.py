@@ -14,7 +14,7 @@ import pytest
 from opd_core.analysis.comparison import Target
 from opd_core.analysis.run_data import load_run_data
 from opd_core.config import TrackingConfig
-from opd_core.errors import ConfigError
+from opd_core.errors import ConfigError, DataError
 from opd_core.tracking import mlflow_sink
 from opd_core.tracking.mlflow_sink import RUN_TAG, MlflowRun, MlflowSink, tracking_uri
 from opd_core.training.evaluation_records import write_evaluation
@@ -79,6 +79,44 @@ def test_a_run_compared_with_itself_shows_no_difference(tmp_path: Path) -> None:
     run = write_run(tmp_path, "tiny-1")
     (pair,) = compare(tmp_path, ["tiny-1", str(run)]).comparison.pairs
     assert pair.verdict == "no difference"
+
+
+@pytest.mark.parametrize("names", [[], ["tiny-1"]])
+def test_one_run_is_no_comparison(tmp_path: Path, names: list[str]) -> None:
+    write_run(tmp_path, "tiny-1")
+    with pytest.raises(ConfigError, match="two runs at least"):
+        compare(tmp_path, names)
+
+
+def test_charts_of_an_earlier_comparison_go_and_other_files_stay(tmp_path: Path) -> None:
+    names, out = write_arms(tmp_path), tmp_path / "out"
+    compare(tmp_path, names, out=out)
+    assert (out / "difference-training.svg").is_file()
+    (out / "mine.svg").write_text("mine")
+    compare(tmp_path, [names[0], names[2]], out=out)
+    referred = set(re.findall(r"\]\(([^)]+)\)", (out / "comparison.md").read_text()))
+    assert {path.name for path in out.glob("*.svg")} == referred | {"mine.svg"}
+    assert not (out / "difference-training.svg").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
+    names = write_arms(tmp_path)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(ConfigError, match="out: expected a folder that can be written"):
+            compare(tmp_path, names, out=out)
+
+
+def test_files_of_an_odd_shape_are_no_crash(tmp_path: Path) -> None:
+    names = write_arms(tmp_path)
+    for odd in (1, ["x", {"packages": ["y"], "gpus": [1]}], {"a": 1}):
+        (tmp_path / names[0] / "provenance.json").write_text(json.dumps({"attempts": odd}))
+        assert len(compare(tmp_path, names).comparison.pairs) == 1
+    for seed in ("one", None, 1.5):
+        config = tmp_path / names[0] / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"seed": seed}))
+        with pytest.raises(DataError, match=r"config\.json: expected an integer as seed"):
+            compare(tmp_path, names)
 
 
 def test_nothing_is_written_for_runs_that_cannot_be_compared(tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ def test_an_unknown_run_is_answered_with_the_nearest_names(tmp_path: Path) -> No
         find_runs(["???"], tmp_path)
 
 
+@pytest.mark.parametrize("odd", ["x" * 5000, "~nobody-of-this-name/x", "a\0b"])
+def test_what_cannot_be_a_path_is_an_unknown_run(tmp_path: Path, odd: str) -> None:
+    with pytest.raises(ConfigError, match="no run ") as told:
+        find_runs([odd], tmp_path)
+    assert len(str(told.value)) < 1000
+
+
 def test_a_folder_that_is_no_run_is_not_taken_for_one(tmp_path: Path) -> None:
     (tmp_path / "comparisons").mkdir()
     with pytest.raises(ConfigError, match="no run 'comparisons'"):

@@ -16,7 +16,7 @@ from opd_core.analysis.detectors.endings import ending_mismatch
 from opd_core.analysis.detectors.finding import Finding, Level, RunFacts
 from opd_core.analysis.detectors.history import History
 from opd_core.analysis.detectors.losses import LAG_S, survivors_biased, tracker_lagging
-from opd_core.analysis.detectors.numbers import advantage_dominated, engine_gap
+from opd_core.analysis.detectors.numbers import advantage_dominated, engine_gap, not_finite
 from opd_core.analysis.detectors.teacher import (
     teacher_equals_student,
     teacher_without_effect,
@@ -37,6 +37,7 @@ DETECTORS: tuple[Detector, ...] = (
     entropy_collapse,
     kl_rising,
     engine_gap,
+    not_finite,
     survivors_biased,
     advantage_dominated,
 )
@@ -44,7 +45,8 @@ DETECTORS: tuple[Detector, ...] = (
 
 
 class Detection:
-    """Takes a run's records in, one by one; tells each finding once, where it is first seen."""
+    """Takes a run's records in, one by one; tells each finding once, where it is first seen. What
+    was only a note is told again if it gets worse."""
 
     def __init__(self, facts: RunFacts) -> None:
         self.findings: tuple[Finding, ...] = ()
@@ -57,8 +59,11 @@ class Detection:
         """Take in a record of the journal; the findings that are new."""
         self._history.add(train_step, metrics)
         found = {look: look(self._history, self._facts) for look in self._open}
-        self._open = tuple(look for look, finding in found.items() if finding is None)
-        new = tuple(finding for finding in found.values() if finding is not None)
+        self._open = tuple(
+            look for look, finding in found.items() if finding is None or finding.level == "note"
+        )
+        told = {(finding.name, finding.level) for finding in self.findings}
+        new = tuple(f for f in found.values() if f is not None and (f.name, f.level) not in told)
         self.findings += new
         return new
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from opd_core.analysis.detectors.finding import Finding, RunFacts
-from opd_core.analysis.detectors.history import LONG, WINDOW, History, Mean, Track
+from opd_core.analysis.detectors.history import LONG, History, Mean, Track
 
 COLLAPSED = 1 / 3
 """Entropy of now over that of the start; and the same of its share in the cross entropy. A student
@@ -16,8 +16,9 @@ SAME_REWARD = 0.2
 """Part of the first reward by which it has at most risen, upper bound of :data:`REWARD_Z` standard
 errors: what scatters so much that a student may have learned is no proof of a collapse."""
 RISEN = 1.5
-SOARED = 3.0
-"""Of each of the last five values: too much for luck, so that nobody waits for longer windows."""
+SOARED = 2.0
+"""Each value since over the first one and its standard error, in a run too young for long windows:
+it need not wait for them."""
 RISEN_NATS = 0.02
 """A smaller rise is that of rounding."""
 RISEN_Z = 5.0
@@ -91,27 +92,34 @@ def _reward_stays(history: History) -> bool:
 
 def _risen(track: Track) -> tuple[str, Mean, Mean] | None:
     """The metric, since when and until when it rose."""
-    for before in filter(None, (track.start, *track.lowest.values())):
-        both = track.last_two()
-        if both and all(_above(before, now, now.value, RISEN) for now in both):
+    both, settled = track.last_two(), track.settled()
+    for before in filter(None, (*track.starts, track.lowest)):
+        if both and all(_higher(before, now) for now in both):
             return track.name, before, both[1]
-        last = track.now(WINDOW)
-        if last and _above(before, last, last.low, SOARED):
-            return track.name, before, last
+    for before in track.starts[:1]:
+        if settled and _soared(before, settled):
+            return track.name, before, settled
     return None
 
 
-def _above(before: Mean, now: Mean, value: float, factor: float) -> bool:
-    larger = value >= max(factor * before.value, before.value + RISEN_NATS)
+def _higher(before: Mean, now: Mean) -> bool:
+    larger = now.value >= max(RISEN * before.value, before.value + RISEN_NATS)
     return larger and _z(before, now) >= RISEN_Z
 
 
+def _soared(before: Mean, now: Mean) -> bool:
+    most = before.value + _stderr(before, now)
+    return _higher(before, now) and now.low >= max(SOARED * most, before.value + RISEN_NATS)
+
+
 def _z(before: Mean, now: Mean) -> float:
-    """Of the rise; the scatter from step to step is the larger of the two: a window that is low by
+    return now.above(replace(before, stderr=_stderr(before, now)))
+
+
+def _stderr(before: Mean, now: Mean) -> float:
+    """Of ``before``, by the larger of the two scatters from step to step: a window that is low by
     luck is one of little scatter too, and the first step alone has none."""
-    scatter = now.stderr * math.sqrt(now.count)
-    stderr = max(before.stderr, scatter / math.sqrt(before.count))
-    return now.above(replace(before, stderr=stderr))
+    return max(before.stderr, now.stderr * math.sqrt(now.count / before.count))
 
 
 def _foreseen(entropy: tuple[Mean, Mean], kl: tuple[Mean, Mean]) -> tuple[float, float]:

@@ -19,6 +19,8 @@ CUT = 0.5
 LONGER = 1.5
 """Growth of the mean answer that is no drift, where also more of them are cut."""
 CUT_MORE = 0.1
+MUCH_LONGER = 3.0
+"""Growth that is told also where nothing is cut yet."""
 SURE_Z = 3.0
 
 
@@ -41,6 +43,13 @@ def ending_mismatch(history: History, facts: RunFacts) -> Finding | None:
         cure = (
             "look for what rewards length (task.judge, or an end token that the teacher does not "
             "use), lower training.learning_rate, or set training.truncated: mask"
+        )
+    elif evidence := _much_longer(history):
+        level = "note"
+        cause = "training lengthens the answers, which may end at the limit and costs time already"
+        cure = (
+            "nothing, if the teacher is to teach longer answers; else look for what rewards length "
+            "(task.judge, or an end token that the teacher does not use)"
         )
     elif evidence := _cut_from_the_start(history, facts):
         level = "note"
@@ -71,13 +80,28 @@ def _growing(history: History) -> str:
     length, cut = history.change(LENGTH), history.change(TRUNCATED)
     if not (length and cut):
         return ""
-    grown = length[1].value >= LONGER * length[0].value and length[1].above(length[0]) >= SURE_Z
-    if not grown or cut[1].value < cut[0].value + CUT_MORE or cut[1].above(cut[0]) < SURE_Z:
+    if (
+        not _grown(length, LONGER)
+        or cut[1].value < cut[0].value + CUT_MORE
+        or cut[1].above(cut[0]) < SURE_Z
+    ):
         return ""
-    return (
-        f"{LENGTH} went from {length[0].value:.3g} {length[0].steps} to {length[1].value:.3g} "
-        f"{length[1].steps}, {TRUNCATED} from {cut[0].value:.0%} to {cut[1].value:.0%}"
-    )
+    return f"{_lengths(length)}, {TRUNCATED} from {cut[0].value:.0%} to {cut[1].value:.0%}"
+
+
+def _much_longer(history: History) -> str:
+    length = history.change(LENGTH)
+    return _lengths(length) if length and _grown(length, MUCH_LONGER) else ""
+
+
+def _grown(length: tuple[Mean, Mean], factor: float) -> bool:
+    before, now = length
+    return now.value >= factor * before.value and now.above(before) >= SURE_Z
+
+
+def _lengths(length: tuple[Mean, Mean]) -> str:
+    before, now = length
+    return f"{LENGTH} went from {before.value:.3g} {before.steps} to {now.value:.3g} {now.steps}"
 
 
 def _cut_from_the_start(history: History, facts: RunFacts) -> str:

@@ -16,6 +16,8 @@ WINDOW = 5
 """Train steps of a mean: one step of a small batch moves the reverse KL by a third of itself."""
 LONG = 20
 """Train steps of a mean whose scatter is known, and not only guessed from five values."""
+SETTLING = 3
+"""Train steps after which a learning rate that is too high has shown what it does."""
 RECENT = 2 * LONG
 """Train steps that are kept."""
 KL = "opd_reverse_kl"
@@ -66,24 +68,30 @@ class Track:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.start: Mean | None = None
-        """Of the first train step."""
-        self.lowest: dict[int, Mean] = {}
-        """The lowest mean so far over :data:`WINDOW` and over :data:`LONG` train steps."""
+        self.starts: list[Mean] = []
+        """Over its first train step, and over the first :data:`WINDOW`."""
+        self.lowest: Mean | None = None
+        """The lowest mean over :data:`LONG` train steps so far."""
         self._recent: deque[Step] = deque(maxlen=RECENT)
 
     def add(self, step: Step) -> None:
         """Take in a train step."""
         self._recent.append(step)
-        self.start = self.start or self.now(1)
-        for size in (WINDOW, LONG):
-            now = self.now(size)
-            if now and (size not in self.lowest or now.value < self.lowest[size].value):
-                self.lowest[size] = now
+        if len(self._recent) in (1, WINDOW) and (start := self.now(len(self._recent))):
+            self.starts.append(start)
+        now = self.now(LONG)
+        if now and (self.lowest is None or now.value < self.lowest.value):
+            self.lowest = now
 
     def now(self, steps: int) -> Mean | None:
         """Its mean over the last train steps."""
         return mean_of(list(self._recent)[-steps:], self.name, steps)
+
+    def settled(self) -> Mean | None:
+        """Its mean over all but the first train steps (:data:`SETTLING`) of a run that is too young
+        for two long windows."""
+        count = len(self._recent) - SETTLING
+        return self.now(count) if WINDOW <= count < RECENT - SETTLING else None
 
     def last_two(self) -> tuple[Mean, Mean] | None:
         """Its means over two windows in a row, the last :data:`LONG` train steps each; of half a

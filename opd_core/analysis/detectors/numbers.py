@@ -1,11 +1,12 @@
-"""Numbers that training cannot trust: another engine's logprobs, a few extreme tokens."""
+"""Numbers that training cannot trust: another engine's logprobs, a few extreme tokens, and none."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from opd_core.analysis.detectors.finding import Finding, RunFacts
-from opd_core.analysis.detectors.history import History
+from opd_core.analysis.detectors.history import History, in_steps
 
 GAP_STEPS = 3
 GAP_NATS = 0.1
@@ -17,6 +18,11 @@ GAP_PART = 0.5
 """Of mean |k|: the engines differ by half of what the teacher says."""
 GAP_FLOOR = 0.035
 """Below, a gap is rounding, however near the student is to its teacher."""
+
+WATCHED = ("opd_reverse_kl", "grad_norm", "loss", "entropy")
+"""What is a number in every sound train step that has it."""
+NO_NUMBERS = 3
+"""Train steps in a row: a single one may be an overflow that was left behind."""
 
 TOP = "advantage_top1pct_share"
 ENOUGH_TOKENS = 200
@@ -34,6 +40,28 @@ ONE_SHARE = 0.1
 TOP_SHARE = 0.5
 """Or of sum |A|, held by the largest hundredth: extreme tokens in every answer. A few of them do
 not get there under opd.kl_baseline, which spreads them over all others."""
+
+
+def not_finite(history: History, facts: RunFacts) -> Finding | None:
+    """What training computes is no number any more."""
+    steps = list(history.recent)[-NO_NUMBERS:]
+    names = [
+        name
+        for name in WATCHED
+        if all(not math.isfinite(step.metrics.get(name, 0.0)) for step in steps)
+    ]
+    if len(steps) < NO_NUMBERS or not names:
+        return None
+    return Finding(
+        "not_finite",
+        history.train_step,
+        "error",
+        f"{', '.join(names)} not finite {in_steps(steps[0].train_step, steps[-1].train_step)}",
+        "the weights or the scores are no numbers any more, and nothing is learned from them",
+        "begin again from a checkpoint before these train steps with `opd run --fork`, at a lower "
+        "training.learning_rate; if only opd_reverse_kl is concerned look at the teacher with "
+        "`opd probe`",
+    )
 
 
 def engine_gap(history: History, facts: RunFacts) -> Finding | None:

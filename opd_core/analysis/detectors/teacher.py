@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from opd_core.analysis.detectors.finding import Finding, RunFacts
 from opd_core.analysis.detectors.history import History, in_steps
 
@@ -88,7 +90,7 @@ def teacher_without_effect(history: History, facts: RunFacts) -> Finding | None:
 
 
 def _reached(history: History) -> bool:
-    distance = history.now("opd_abs_logprob_diff", STEPS)
+    distance = history.now("opd_abs_logprob_diff", 1)
     return distance is not None and distance.value <= REACHED_NATS
 
 
@@ -111,7 +113,7 @@ def _small_gradient(history: History) -> str:
     names = ("grad_norm_teacher", "grad_norm")
     found = history.latest(*names, count=MEASUREMENTS)
     norms = [(step.metrics[names[0]], step.metrics[names[1]]) for step in found]
-    if not found or not all(own < EFFECT * whole for own, whole in norms):
+    if not found or not all(own < EFFECT * whole < math.inf for own, whole in norms):
         return ""
     told = ", ".join(f"{own:.2g} of {whole:.2g}" for own, whole in norms)
     steps = in_steps(found[0].train_step, found[-1].train_step)

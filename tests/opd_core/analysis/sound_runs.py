@@ -80,6 +80,11 @@ def then(before: float, now: float, noise: float = 0.0) -> Callable[[int], float
     return lambda step: before if step <= 5 else now + noise * (step - 8)
 
 
+def soaring(before: float, now: float) -> Callable[[int], float]:
+    """``before`` in train step 1, then ``now``."""
+    return falling(before, now, 2)
+
+
 def extreme(*steps: int, low: float = -900.0, std: float = 20.0) -> dict[str, Change]:
     """A token of an impossible score in these train steps, among 2500 tokens."""
     return {

@@ -11,10 +11,13 @@ from opd_core.analysis.statistics import (
     holm,
     normal_interval,
     paired_seeds_needed,
+    paired_seeds_within,
     t_interval,
     uniform_interval,
     welch_interval,
     welch_seeds_needed,
+    welch_seeds_within,
+    wilson_interval,
 )
 
 EXPERIMENTS = 2000
@@ -227,6 +230,28 @@ def test_questions_that_all_agree_still_leave_room_for_others() -> None:
     assert (edge.low, edge.p) == (pytest.approx(0), pytest.approx(0.05))
     exact = uniform_interval(0.0, 60, 0.0)
     assert (exact.low, exact.high, exact.p) == (0, 0, 1)
+
+
+def test_a_share_has_wilsons_interval_at_the_edges_too() -> None:
+    for right in (0, 1, 251, 255, 256):
+        bounds = wilson_interval(right, 256)
+        known = stats.binomtest(right, 256).proportion_ci(0.95, method="wilson")
+        assert (bounds.low, bounds.high) == pytest.approx((known.low, known.high), abs=1e-12)
+        assert bounds.p == (right == 0)
+
+
+def test_the_seeds_for_a_narrow_interval_are_the_fewest_that_make_it_so() -> None:
+    def half(seeds: int, spread: float, freedom: int) -> float:
+        return float(stats.t.ppf(0.975, freedom) * spread / np.sqrt(seeds))
+
+    paired = paired_seeds_within(0.02, 0.01)
+    assert paired is not None
+    assert half(paired, 0.02, paired - 1) <= 0.01 < half(paired - 1, 0.02, paired - 2)
+    welch = welch_seeds_within(0.02, 0.02, 0.01)
+    assert welch is not None
+    spread = 0.02 * np.sqrt(2)
+    assert half(welch, spread, 2 * welch - 2) <= 0.01 < half(welch - 1, spread, 2 * welch - 4)
+    assert (paired_seeds_within(1.0, 0.01), paired_seeds_within(0.0, 0.01)) == (None, 2)
 
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, float("nan")], [0.5, float("inf")]])

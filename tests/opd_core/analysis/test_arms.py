@@ -62,6 +62,13 @@ def test_arms_of_one_name_are_told_apart_by_what_differs() -> None:
     ]
 
 
+def test_each_arm_of_a_name_is_told_by_what_parts_it_from_the_first_of_that_name() -> None:
+    grpo = ["name=grpo", "opd.task_adv_weight=0.5", "task.group_size=4"]
+    faster = make_run("faster", recipe=[*grpo, "training.learning_rate=0.01"])
+    found = labels(make_run("a"), make_run("grpo", recipe=grpo), faster)
+    assert list(found) == ["tiny", "grpo", "grpo (training.learning_rate=0.01)"]
+
+
 def test_runs_of_one_arm_alone_are_compared_one_by_one() -> None:
     arms, warnings = group_arms([make_run("a", 1), make_run("b", 2)])
     assert [arm.label for arm in arms] == ["a", "b"]

@@ -10,7 +10,7 @@ import pytest
 
 from opd_core.analysis.comparison import Comparison, Pair, Reference, Target, compare
 from opd_core.analysis.run_data import RunData
-from opd_core.analysis.statistics import paired_seeds_needed
+from opd_core.analysis.statistics import paired_seeds_needed, paired_seeds_within
 from opd_core.errors import ConfigError
 from opd_core.tracking.journal import JournalRecord
 from tests.opd_core.analysis.compared_runs import (
@@ -54,6 +54,13 @@ def test_a_run_without_questions_against_itself_is_exactly_no_difference() -> No
     run = make_run("one", records=journal(opd_reverse_kl=0.1, opd_reverse_kl_stderr=0.02))
     pair = only_pair(compare([run, run], Target("opd_reverse_kl", "steps")))
     assert (pair.verdict, pair.difference, pair.p) == ("no difference", 0.0, 1.0)
+    assert "they are the same run" in pair.sentence
+
+
+def test_a_run_of_which_no_error_is_known_is_still_the_same_run() -> None:
+    run = make_run("one", records=journal(entropy=0.5))
+    pair = only_pair(compare([run, run], Target("entropy", "steps")))
+    assert (pair.verdict, pair.basis, pair.difference) == ("no difference", "", 0.0)
 
 
 def test_a_planted_difference_is_found_with_its_sign_and_how_sure_it_is() -> None:
@@ -98,7 +105,8 @@ def test_few_noisy_seeds_cannot_tell_and_say_how_many_more_would() -> None:
     pair = only_pair(compare(runs, Target()))
     assert pair.verdict == "cannot tell"
     assert pair.more_seeds is not None
-    assert f"About {pair.more_seeds} more seeds an arm would tell" in pair.sentence
+    assert f"Roughly {pair.more_seeds} more seeds an arm would tell if" in pair.sentence
+    assert "if seeds scatter as these 3 do" in pair.sentence
 
 
 def test_the_seeds_asked_for_are_those_of_the_difference_or_of_the_margin() -> None:
@@ -110,11 +118,17 @@ def test_the_seeds_asked_for_are_those_of_the_difference_or_of_the_margin() -> N
     wide = only_pair(compare(runs, Target(margin=0.1)))
     accuracy = np.array([np.mean([q.mean for q in run.evaluations[-1].questions]) for run in runs])
     spread = float(np.std(accuracy[3:] - accuracy[:3], ddof=1))
-    larger = max(abs(pair.difference), 0.02)
-    for found, least in ((pair, larger), (wide, 0.1)):
-        needed = paired_seeds_needed(spread, least)
-        assert needed is not None
-        assert (found.verdict, found.more_seeds) == ("cannot tell", needed - 3)
+    seen = abs(pair.difference)
+    assert 0.02 < seen < 0.1
+    needed = paired_seeds_needed(spread, seen)
+    assert needed is not None
+    assert (pair.verdict, pair.more_seeds) == ("cannot tell", needed - 3)
+    assert f"as large as the {100 * seen:.1f} points seen (with a chance of 80 %)" in pair.sentence
+    found, within = paired_seeds_needed(spread, 0.1), paired_seeds_within(spread, 0.1 - seen)
+    assert found is not None
+    assert within is not None
+    assert (wide.verdict, wide.more_seeds) == ("cannot tell", max(found, within) - 3)
+    assert "as large as the margin of 10.0 points (with a chance of 80 %), or" in wide.sentence
 
 
 def test_two_runs_of_one_seed_count_as_one_seed() -> None:
@@ -147,6 +161,7 @@ def test_seeds_that_came_out_the_same_are_no_evidence_of_their_spread() -> None:
     ]
     pair = only_pair(compare(runs, Target()))
     assert (pair.training, pair.basis, pair.verdict) == (None, "models", "cannot tell")
+    assert pair.more_seeds is None
 
 
 def test_one_run_an_arm_is_judged_as_these_models_and_says_so() -> None:
@@ -268,19 +283,15 @@ def test_a_run_that_ended_a_little_before_the_place_was_there() -> None:
     assert comparison.warnings == ()
 
 
-def test_an_evaluation_far_before_the_place_is_told() -> None:
-    comparison = compare([make_run("run")], Target(axis="steps", at=40))
-    assert comparison.arms[0].runs[0].train_step == 25
-    assert any("at 25 steps (train step 25), before 40" in each for each in comparison.warnings)
-
-
 def test_a_run_that_never_got_there_is_left_out_and_said_so() -> None:
     short = make_run("short", recipe=["name=short"], records=journal(30))
     short = replace(short, evaluations=short.evaluations[:1])
     comparison = compare([make_run("run"), short], Target(axis="steps", at=50))
     assert [arm.label for arm in comparison.arms] == ["run"]
-    assert "short is left out: it reached 30 of 50 steps" in comparison.warnings
-    with pytest.raises(ConfigError, match="short, the baseline, has no eval/accuracy at 50"):
+    (left_out,) = (each for each in comparison.warnings if "left out" in each)
+    assert left_out.startswith("short (status: not recorded) is left out")
+    assert "at 50 steps, only from 25 to 25" in left_out
+    with pytest.raises(ConfigError, match=r"short .*, the baseline, has no eval/accuracy at 50"):
         compare([short, make_run("run")], Target(axis="steps", at=50))
 
 
@@ -417,10 +428,18 @@ def test_runs_that_kept_no_questions_are_compared_by_their_recorded_errors() -> 
     assert any("kept no questions" in warning for warning in comparison.warnings)
 
 
-def test_questions_of_one_run_only_cannot_be_paired_with_a_journal() -> None:
-    old = make_run("old", records=journal(eval__pass_at_2=0.5), evaluations=())
-    with pytest.raises(ConfigError, match="run has this metric by question only"):
-        compare([make_run("run"), old], Target("eval/pass_at_2"))
+def test_one_run_without_questions_costs_the_other_arms_no_pairing() -> None:
+    records = journal(eval__accuracy=0.5, eval__accuracy_stderr=0.01)
+    old = make_run("old", recipe=["name=old"], records=records, evaluations=())
+    alone = only_pair(compare(planted(0.1), Target()))
+    paired, unpaired = compare([*planted(0.1), old], Target()).pairs
+    assert (paired.models, paired.questions) == (alone.models, 256)
+    assert (unpaired.label, unpaired.questions) == ("old", 0)
+    assert unpaired.models is not None
+    assert unpaired.models.method == "normal, from the recorded standard errors"
+    # The recorded error, and that of 256 questions.
+    half = (unpaired.models.high - unpaired.models.low) / 2
+    assert 1.96 * 0.01 < half < 1.96 * 0.025
 
 
 def test_a_run_that_was_never_evaluated_is_refused_by_name() -> None:
@@ -465,5 +484,8 @@ def test_no_runs_and_an_unknown_axis_are_refused() -> None:
         compare([], Target())
     with pytest.raises(ConfigError, match="axis: expected one of steps"):
         Target(axis="hours")
-    with pytest.raises(ConfigError, match="margin"):
-        Target(margin=-1.0)
+    for odd in (-1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="margin"):
+            Target(margin=odd)
+        with pytest.raises(ConfigError, match="at: expected"):
+            Target(at=odd)

@@ -102,6 +102,23 @@ def test_a_run_with_a_report_is_linked_relative_to_the_page(tmp_path: Path) -> N
     assert second.run_id not in page.links
 
 
+def test_a_link_leads_to_its_run_whatever_it_is_called(tmp_path: Path) -> None:
+    first = example().arms[0].runs[0]
+    run = tmp_path / "a #1?%20" / "r"
+    run.mkdir(parents=True)
+    (run / "report.html").write_text("")
+    page = Page(page_of(example(), tmp_path, {first.run_id: run}))
+    assert page.links[first.run_id] == "a%20%231%3F%2520/r/report.html"
+
+
+def test_a_metric_without_a_direction_or_a_margin_has_a_neutral_page(tmp_path: Path) -> None:
+    target = replace(example().target, metric="entropy", margin=None)
+    pairs = tuple(replace(each, verdict="higher") for each in example().pairs)
+    html = page_of(replace(example(), target=target, pairs=pairs), tmp_path, {})
+    assert '<span class="badge note">higher</span>' in html
+    assert "does not matter" not in html
+
+
 def test_names_of_runs_and_arms_are_text_and_nothing_else(tmp_path: Path) -> None:
     arms = (example().arms[0], arm(HOSTILE, 0.5, number=1))
     comparison = replace(

@@ -74,6 +74,22 @@ def test_the_sentence_names_what_holds_most(tmp_path: Path) -> None:
     assert said["segment"] == ""
 
 
+def test_the_sentence_names_the_kind_whose_tokens_hold_the_most_each(tmp_path: Path) -> None:
+    large, small = cell(80, 6.0, 9.0), cell(15, 3.0, 9.0, token_class="word")
+    tiny = cell(1, 0.5, 9.0, token_class="punctuation")  # 5 % of the KL
+    said = view_of(tmp_path, (large, small, tiny)).tables[2].said
+    assert "“word” holds 32\u00a0% of the KL in 16\u00a0% of the tokens." in said
+
+
+def test_a_share_above_the_whole_says_that_the_others_are_negative(tmp_path: Path) -> None:
+    sums = cell(10, 3.0, 9.0), cell(30, -1.0, 9.0, token_class="word")
+    said = view_of(tmp_path, sums).tables[2].said
+    assert said == (
+        "In these steps, “digit” holds 150\u00a0% of the KL in 25\u00a0% of the tokens; "
+        "the sum over all others is negative."
+    )
+
+
 def test_shares_of_a_sum_that_is_not_positive_are_not_told(tmp_path: Path) -> None:
     sums = cell(10, -3.0, 9.0), cell(30, 1.0, 9.0, token_class="word")
     table = view_of(tmp_path, sums).tables[2]

@@ -13,7 +13,7 @@ from time import process_time
 import pytest
 
 from opd_core.analysis.report import build_report, write_report
-from opd_core.errors import ConfigError, DataError
+from opd_core.errors import ConfigError
 from opd_core.training.token_kl import read_token_kl, write_token_kl
 from tests.opd_core.analysis.run_builder import RunBuilder
 
@@ -197,8 +197,68 @@ def test_more_rollouts_than_there_is_room_for_are_counted(tmp_path: Path) -> Non
     assert shown + first + last == 120
 
 
-def test_a_journal_that_is_damaged_in_its_middle_makes_no_curves_up_to_there(run: Path) -> None:
-    good = '{"train_step": 1, "time": 1.0, "metrics": {"entropy": 1.0}}\n'
-    (run / "metrics.jsonl").write_text(f"{good}nonsense\n{good}")
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
-        build_report(run)
+UNREADABLE = {
+    "metrics.jsonl": "curves",
+    "config.json": "settings",
+    "provenance.json": "provenance",
+    "evaluations/step-000050.json": "questions",
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_damaged_file_costs_its_own_section_one_line(run: Path, name: str) -> None:
+    (run / name).write_text("nonsense\n{}\n")
+    html = build_report(run)
+    section = html.partition(f'<h2 id="{UNREADABLE[name]}"')[2].partition("</section>")[0]
+    (told,) = re.findall('class="missing">([^<]*)', section)
+    assert name in told
+    assert "completed" in text_of(html)
+
+
+def test_a_damaged_summary_is_told_in_the_head(run: Path) -> None:
+    (run / "summary.json").write_text("{")
+    header = build_report(run).partition("</header>")[0]
+    assert "summary.json: expected JSON" in header
+
+
+ODD = {
+    "findings": (["x"], 7, {"a": 1}, [[1]]),
+    "seconds": ({"total": "x"}, {"total": [1]}, {"checks": None}),
+    "tracking": ({"mlflow": None}, 7, [1]),
+    "groups": ([1], {"completed": "many"}, "abc"),
+    "lost": ("abc", [1], {"timeout": None}),
+    "accuracy": ({"before": "x"},),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, v) for key in ODD for v in ODD[key]])
+def test_an_odd_summary_costs_its_sections_one_line(run: Path, key: str, value: object) -> None:
+    told = changed(run, lambda summary: summary.update({key: value}))
+    assert "summary.json" in told
+    assert "holds what cannot be shown here" in told
+
+
+@pytest.mark.parametrize(
+    "attempts", [[1, 2], 7, {"a": 1}, [{"gpus": 5}], [{"started_at": 1e300}], [[1]]]
+)
+def test_odd_attempts_cost_their_section_one_line(run: Path, attempts: object) -> None:
+    (run / "provenance.json").write_text(json.dumps({"attempts": attempts}))
+    told = re.findall('class="missing">([^<]*)', build_report(run).partition('id="provenance"')[2])
+    assert ["holds what cannot be shown here" in each for each in told] == [True]
+
+
+def test_a_summary_without_findings_has_them_looked_for(written: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(written, tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        if record["train_step"]:
+            record["metrics"]["engine_logprob_gap"] = 0.2
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    assert "engine_gap train step 3" in changed(run, lambda summary: summary.pop("findings"))
+
+
+def test_the_page_says_what_the_teacher_does_and_what_the_whiskers_are(run: Path) -> None:
+    text = text_of(build_report(run))
+    assert "the teacher&#39;s term pushes it down" in text or "the teacher's term pushes" in text
+    assert "The thin lines are ± one standard error" in text

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opd_core.objective.metrics import reverse_kl_metrics, rollout_stderr, teacher_metrics
+from opd_core.objective.metrics import group_stderr, reverse_kl_metrics, teacher_metrics
 
 SOURCES = ("math", "code")
 finite = st.floats(-50, 50, allow_nan=False, width=32)
@@ -189,13 +189,18 @@ def test_what_the_teacher_says_of_fewer_than_two_tokens_has_no_spread(tokens: in
     assert told == {"teacher_logprob_std": 0.0, "advantage_opd_std": 0.0}
 
 
-def test_stderr_by_rollout_equals_that_of_the_mean_where_rollouts_have_one_token() -> None:
+def stderr_of(sums: Tensor, counts: Tensor, groups: Tensor | None = None) -> float:
+    alone = torch.arange(len(sums))
+    return group_stderr(sums, counts, alone if groups is None else groups).item()
+
+
+def test_stderr_equals_that_of_the_mean_where_each_group_is_one_token() -> None:
     k = torch.tensor([1.0, -2.0, 4.0, 0.0])
     # Squared deviations from 0.75 sum to 18.75: variance 6.25, std 2.5, over sqrt(4).
-    assert rollout_stderr(k, torch.ones(4)).item() == pytest.approx(1.25)
+    assert stderr_of(k, torch.ones(4)) == pytest.approx(1.25)
 
 
-def test_stderr_by_rollout_covers_the_spread_of_the_mean_where_tokens_move_together() -> None:
+def test_stderr_covers_the_spread_of_the_mean_where_tokens_move_together() -> None:
     """Rollouts of 1..5 tokens that share one value: the spread of the mean over many draws."""
     draw = np.random.default_rng(4)
     means, errors = [], []
@@ -203,10 +208,32 @@ def test_stderr_by_rollout_covers_the_spread_of_the_mean_where_tokens_move_toget
         lengths = draw.integers(1, 6, size=60)
         sums = lengths * draw.normal(0.3, 1.0, size=60)
         means.append(sums.sum() / lengths.sum())
-        errors.append(rollout_stderr(torch.tensor(sums), torch.tensor(lengths)).item())
+        errors.append(stderr_of(torch.tensor(sums), torch.tensor(lengths)))
     assert np.mean(errors) == pytest.approx(np.std(means), rel=0.12)
 
 
-def test_stderr_of_fewer_than_two_rollouts_is_zero() -> None:
-    assert rollout_stderr(torch.tensor([2.0]), torch.tensor([1.0])).item() == 0.0
-    assert rollout_stderr(torch.zeros(0), torch.zeros(0)).item() == 0.0
+def test_stderr_covers_the_spread_of_the_mean_where_rollouts_of_a_prompt_move_together() -> None:
+    """Groups of four rollouts around a mean of their own, in an order that mixes them."""
+    draw = np.random.default_rng(5)
+    means, errors = [], []
+    groups = torch.arange(30).repeat(4)
+    for _ in range(400):
+        lengths = draw.integers(1, 6, size=120)
+        sums = lengths * (np.tile(draw.normal(0.3, 1.0, size=30), 4) + draw.normal(size=120))
+        means.append(sums.sum() / lengths.sum())
+        errors.append(stderr_of(torch.tensor(sums), torch.tensor(lengths), groups))
+    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.12)
+
+
+def test_stderr_adds_up_the_rollouts_of_a_group_before_anything_else() -> None:
+    sums, counts = torch.tensor([1.0, 2.0, 4.0, 8.0, 3.0]), torch.tensor([1, 3, 2, 2, 5])
+    groups = torch.tensor([7, 9, 7, 8, 9])
+    added = torch.tensor([5.0, 5.0, 8.0]), torch.tensor([3, 8, 2])
+    assert stderr_of(sums, counts, groups) == stderr_of(*added)
+
+
+def test_stderr_of_fewer_than_two_groups_is_zero() -> None:
+    assert stderr_of(torch.tensor([2.0]), torch.tensor([1.0])) == 0.0
+    assert stderr_of(torch.zeros(0), torch.zeros(0)) == 0.0
+    two = torch.tensor([2.0, 3.0])
+    assert stderr_of(two, torch.ones(2), torch.zeros(2)) == 0.0

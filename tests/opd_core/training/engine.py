@@ -93,7 +93,7 @@ def scored_batch(
                 tuple(theirs),
                 0.0,
                 number % 2,
-                (number, 0),
+                (number // 2, number % 2),
             )
         )
     parts = [tuple(made[i::mini_batches]) for i in range(mini_batches)]
