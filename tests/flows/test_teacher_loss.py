@@ -51,6 +51,7 @@ def assert_nothing_was_scored_twice(run: Any, answers: list[str]) -> None:
     assert [digest for digest, count in answered.items() if count > 1] == []
 
 
+@pytest.mark.long
 def test_a_teacher_killed_and_then_stopped_costs_no_group_and_no_score(
     opd: StartRun, tmp_path: Path
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_server_that_comes_late_and_is_killed_while_metrics_arrive(
     assert_whole(tracked)
 
 
+@pytest.mark.long
 def test_a_server_that_sleeps_when_the_run_is_made_does_not_make_it_twice(
     tracked: Tracked, server: MlflowServer
 ) -> None:

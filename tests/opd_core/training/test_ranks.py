@@ -58,7 +58,7 @@ def test_any_cut_gives_the_same_update_on_one_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_any_number_of_ranks_gives_the_update_of_one(
     student_dir: Path, batches: list[Any], expected: dict[str, Any], tmp_path: Path, ranks: int
 ) -> None:
