@@ -93,8 +93,10 @@ def sync(
 
     Exit status 1: something is lacking still.
     """
+    from tasks.console import TERMINAL
     from tasks.sync import sync_run
 
+    TERMINAL.lines = True
     done = guarded(partial(sync_run, run, find_recipe("tiny"), overrides or [], mlflow_uri))
     typer.echo("\n".join(done.lines()))
     if not done.complete:

@@ -64,6 +64,9 @@ def test_one_command_runs_an_experiment_and_leaves_its_results(
     assert 0 < summary["accuracy"]["before"] < 1
     assert summary["opd_reverse_kl"]["before"] > 0
     assert {"teachers_wait", "training", "sampling", "teardown"} <= set(summary["seconds"])
+    assert summary["findings"] == []
+    assert [sink["complete"] for sink in summary["tracking"].values()] == [True, True]
+    assert "Where the KL lives" in (run.directory() / "report.html").read_text()
     assert_nothing_left(run)
     assert foreign_ray.poll() is None
     assert_student_loads(Path(summary["student_path"]))
@@ -91,6 +94,7 @@ def assert_tracked_once(run: Any, run_id: str) -> None:
     assert tracked.data.tags["opd.recipe"] == "tiny"
     kept = {file.path for file in client.list_artifacts(run_id)}
     assert {"config.json", "summary.json", "model_card.md", "receipt.json", "logs"} <= kept
+    assert {"report.html", "evaluations", "provenance.json"} <= kept
     events = EventAccumulator(str(run.directory() / "tensorboard"))
     events.Reload()
     expected = {

@@ -84,6 +84,20 @@ def test_a_completed_run_is_told_in_full(run: RunRecord) -> None:
     assert summary["seconds"]["training"] == 3.0
 
 
+def test_known_failures_are_in_the_summary_and_in_the_table(
+    run: RunRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = {"opd_abs_logprob_diff": 1e-9, "response_tokens": 2000.0, "time/step_s": 1.0}
+    with Journal(run.directory / JOURNAL_FILE) as journal:
+        journal.append(1, same)
+    summary = build_summary(run, receipt(), {}, error=None)
+    (found,) = summary["findings"]
+    assert (found["name"], found["train_step"]) == ("teacher_equals_student", 1)
+    monkeypatch.setattr(TERMINAL, "lines", True)
+    show_summary(summary)
+    assert "error: teacher_equals_student" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [(ValueError("no"), "failed"), (KeyboardInterrupt(), "cancelled"), (SystemExit(), "cancelled")],
