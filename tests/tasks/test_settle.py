@@ -93,10 +93,11 @@ def test_a_run_without_report_gets_one_and_is_settled_without_one_too(
     make_run: MakeRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(UNTRACKED)
-    (run.directory / "provenance.json").write_text("no such thing")
+    in_the_way = run.directory / "report.html.partial"
+    in_the_way.mkdir()
     assert settle(run.directory) == []
     assert "the report could not be written" in caplog.text
-    (run.directory / "provenance.json").unlink()
+    in_the_way.rmdir()
     assert settle(run.directory) == []
     assert "crashed" in (run.directory / "report.html").read_text()
     (run.directory / "report.html").write_text("the flow's own")
