@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class TensorBoardSink:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         there = set(self._log_dir.glob(EVENT_FILES))
+        if there:  # readers take files by name, which orders them by the second only
+            time.sleep(1.0 - time.time() % 1.0)
         self._writer = EventFileWriter(str(self._log_dir))
         (self._file,) = set(self._log_dir.glob(EVENT_FILES)) - there
         self._whole = os.path.getsize(self._file)

@@ -79,3 +79,14 @@ def test_after_a_failed_write_the_batch_goes_to_a_new_file_and_is_there_once(
     values = EventAccumulator(str(tmp_path))
     values.Reload()
     assert [(e.step, e.value) for e in values.Scalars("a")] == [(1, 1.0), (3, 3.0)]
+
+
+def test_a_new_file_is_read_after_the_one_before_it(tmp_path: Path) -> None:
+    """Files of one second are ordered by a counter as text, where 10 comes before 9."""
+    sink = TensorBoardSink(tmp_path)
+    with pytest.raises(ValueError, match="range"):
+        sink.log([JournalRecord(2**70, 2.0, {"a": 1.0})])
+    sink.log([JournalRecord(1, 1.0, {"a": 1.0})])
+    sink.close()
+    seconds = [path.name.split(".")[3] for path in tmp_path.iterdir()]
+    assert len(set(seconds)) == 2
