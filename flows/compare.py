@@ -6,17 +6,17 @@ Nothing is trained and nothing is started; a comparison takes seconds, and may b
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from opd_core.analysis.comparison import Target
+from opd_core.analysis.outcome import Axis
 from opd_core.config.values import without_password
 from tasks.comparing import compare_runs, tell_comparison
 
-Axis = Literal["steps", "student_tokens", "teacher_tokens", "device_seconds", "money"]
 TARGET = Target()
 
 

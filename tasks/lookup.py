@@ -10,12 +10,11 @@ from pathlib import Path
 from opd_core.config import TrackingConfig
 from opd_core.errors import ConfigError
 from opd_core.tracking.mlflow_comparison import tags_of
-from opd_core.tracking.mlflow_sink import RUN_TAG, bound_http_waits, tracking_uri
+from opd_core.tracking.mlflow_sink import DIRECTORY_TAG, RUN_TAG, bound_http_waits, tracking_uri
 from opd_core.tracking.shipper import short_error, without_credentials
 from opd_core.training.files import RUN_FILE
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
-DIRECTORY_TAG = "opd.run_directory"
 NEAREST = 5
 MOST_LETTERS = 200
 

@@ -13,7 +13,7 @@ from opd_core.analysis.outcome import Comparison
 from opd_core.analysis.run_data import RunData
 from opd_core.config import TrackingConfig
 from opd_core.tracking.mlflow_comparison import ComparedRun, TrackedComparison
-from opd_core.tracking.mlflow_sink import flatten_params, tracking_uri
+from opd_core.tracking.mlflow_sink import artifact_root, flatten_params, tracking_uri
 
 BASELINE = "baseline"
 """The verdict on the arm that the others are compared with."""
@@ -29,11 +29,12 @@ def tracked_comparison(
     if home is None:
         return None
     tracking, root = settings[home.run_id], home.directory.parent
+    uri = tracking_uri(tracking, root)
     return TrackedComparison(
         comparison_id=comparison_id(comparison),
         name=title(comparison),
-        tracking_uri=tracking_uri(tracking, root),
-        artifact_root=root / "mlartifacts" if tracking.mlflow_uri is None else None,
+        tracking_uri=uri,
+        artifact_root=artifact_root(uri),
         experiment=tracking.experiment,
         verdict=_overall(comparison),
         baseline=comparison.arms[0].label,

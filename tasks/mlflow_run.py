@@ -9,6 +9,8 @@ import platform
 from prefect.runtime import deployment
 
 from opd_core.tracking.mlflow_sink import (
+    DIRECTORY_TAG,
+    KIND_TAG,
     RUN_TAG,
     MlflowRun,
     artifact_root,
@@ -19,7 +21,8 @@ from opd_core.tracking.sink import RunStatus
 from tasks.environment import THE_STUDENT, RunRecord, the_teacher
 from tasks.provenance import git_commit
 
-KIND_TAG, RUN_KIND = "opd.kind", "run"
+RUN_KIND = "run"
+"""The value of ``opd.kind``."""
 STATUS_TAG, ATTEMPTS_TAG = "opd.status", "opd.attempts"
 MLFLOW_STATUS: dict[str, RunStatus] = {"completed": "FINISHED", "cancelled": "KILLED"}
 
@@ -58,7 +61,7 @@ def _tags(run: RunRecord) -> dict[str, str]:
         ATTEMPTS_TAG: str(len(run.history.attempts)),
         "opd.recipe": run.config.name,
         "opd.recipe_hash": recipe_hash(run),
-        "opd.run_directory": str(run.directory),
+        DIRECTORY_TAG: str(run.directory),
         "opd.host": platform.node(),
         "prefect.flow_run_id": run.history.attempts[-1].flow_run_id,
     }

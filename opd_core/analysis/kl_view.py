@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from opd_core.analysis.kl_tokens import ShownRollout, k_of, shown_rollouts
+from opd_core.training.step_files import step_files
 from opd_core.training.token_kl import (
-    FILE_NAME,
     SEGMENTS,
     TOKEN_CLASSES,
     KeptRollout,
@@ -95,7 +95,7 @@ class KLView:
 def load_kl_view(folder: Path) -> KLView | None:
     """What the records in ``folder`` say; None without any. Raises
     :class:`~opd_core.errors.DataError`, naming the file that cannot be read."""
-    paths = _paths(folder)
+    paths = list(step_files(folder).values())
     if not paths:
         return None
     pooled = min(STEPS_POOLED, max(len(paths) // 2, 1))
@@ -113,13 +113,6 @@ def load_kl_view(folder: Path) -> KLView | None:
         steps=tuple(_of_step(record) for record in steps),
         prompt_tokens=_prompt_said(rollouts),
     )
-
-
-def _paths(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    named = (path for path in folder.iterdir() if FILE_NAME.fullmatch(path.name))
-    return sorted(named, key=lambda path: int(path.stem.partition("-")[2]))
 
 
 def _with_rollouts(read: Iterable[TokenKL], unread: Iterable[Path]) -> TokenKL | None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
+from typing import Literal, get_args
 
 from opd_core.errors import ConfigError
 
-AXES = ("steps", "student_tokens", "teacher_tokens", "device_seconds", "money")
+Axis = Literal["steps", "student_tokens", "teacher_tokens", "device_seconds", "money"]
+AXES: tuple[str, ...] = get_args(Axis)
 """What runs are aligned on; all count from 0 at the start of training."""
 CONFIDENCE = 0.95
 """Of every interval."""

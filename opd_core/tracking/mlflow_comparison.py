@@ -18,11 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from opd_core.tracking.journal import JournalRecord
-from opd_core.tracking.mlflow_sink import RUN_TAG, SQLITE, MlflowRun, MlflowSink, connect
+from opd_core.tracking.mlflow_sink import (
+    KIND_TAG,
+    RUN_TAG,
+    SQLITE,
+    MlflowRun,
+    MlflowSink,
+    connect,
+    find_tagged,
+)
 from opd_core.tracking.names import accepted_name
 from opd_core.tracking.sink import Artifact, Ending
 
-KIND_TAG, COMPARISON = "opd.kind", "comparison"
+COMPARISON = "comparison"
+"""The value of ``opd.kind``."""
 ARM_TAG, COMPARISON_TAG, VERDICT_TAG = "opd.arm", "opd.comparison", "opd.verdict"
 COMPARED_TAG, BASELINE_TAG = "opd.compared_runs", "opd.baseline"
 NOTE_TAG = "mlflow.note.content"
@@ -129,10 +138,10 @@ def _tag_run(client: Any, run: ComparedRun, comparison: str) -> bool:
     experiment = client.get_experiment_by_name(run.experiment)
     if experiment is None:
         return False
-    wanted = f"tags.`{RUN_TAG}` = '{run.run_id}'"
-    found = client.search_runs([experiment.experiment_id], wanted, max_results=1)
-    for tracked in found:
-        tags = {ARM_TAG: run.arm, COMPARISON_TAG: comparison, VERDICT_TAG: run.verdict}
-        for key, value in tags.items():
-            client.set_tag(tracked.info.run_id, key, value)
-    return bool(found)
+    tracked = find_tagged(client, experiment.experiment_id, run.run_id)
+    if tracked is None:
+        return False
+    tags = {ARM_TAG: run.arm, COMPARISON_TAG: comparison, VERDICT_TAG: run.verdict}
+    for key, value in tags.items():
+        client.set_tag(tracked.info.run_id, key, value)
+    return True

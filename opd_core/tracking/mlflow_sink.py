@@ -22,6 +22,7 @@ from opd_core.tracking.journal import JournalRecord
 from opd_core.tracking.names import Point, accepted_name, finite_points
 from opd_core.tracking.sink import Artifact, Ending, RunStatus
 
+KIND_TAG, DIRECTORY_TAG = "opd.kind", "opd.run_directory"
 RUN_TAG = "opd.run_id"
 """The tag by which a run is found again; give it in ``MlflowRun.tags``."""
 COMPLETE_TAG = "opd.complete"
@@ -132,7 +133,7 @@ def find_run(run: MlflowRun) -> Any:
         experiment = client.get_experiment_by_name(run.experiment)
     if experiment is None:
         return None
-    return _find(client, _active(experiment, run), run.tags.get(RUN_TAG))
+    return find_tagged(client, _active(experiment, run), run.tags.get(RUN_TAG))
 
 
 class MlflowSink:
@@ -154,7 +155,7 @@ class MlflowSink:
             self._client = connect(run.tracking_uri)
             experiment_id = _experiment(self._client, run)
         self._tag = run.tags.get(RUN_TAG)
-        found = _find(self._client, experiment_id, self._tag)
+        found = find_tagged(self._client, experiment_id, self._tag)
         self._run = found or self._client.create_run(
             experiment_id,
             start_time=_milliseconds(run.began_at_s),
@@ -326,7 +327,7 @@ def _active(experiment: Any, run: MlflowRun) -> str:
     return str(experiment.experiment_id)
 
 
-def _find(client: Any, experiment_id: str, tag: str | None) -> Any:
+def find_tagged(client: Any, experiment_id: str, tag: str | None) -> Any:
     """The run that carries ``tag`` as its run id; None where there is none. Of several the one that
     is in use: the first with metrics."""
     runs = _tagged(client, experiment_id, tag) if tag else []

@@ -13,6 +13,7 @@ One update:
 
 The loop and what it leaves on disk:
 ``loop``        collect → record → update → sync weights → evaluate → save; knows no Ray
+``step_files``  names of files that there are one for each train step
 ``step_records`` the batches that a resumed run trains on again
 ``checkpoint``  one rank's part of a checkpoint; ``checkpoint_folder``: which of them are whole
 ``organs``      what the loop wants of learner and sampler

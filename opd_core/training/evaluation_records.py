@@ -4,15 +4,13 @@ question.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from opd_core.errors import DataError
 from opd_core.rollout_json import from_json, from_plain, to_json, to_plain
+from opd_core.training.step_files import step_files
 from opd_core.whole_file import write_whole
-
-FILE_NAME = re.compile(r"step-(\d{6,})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +47,6 @@ class EvaluationRecord:
     questions: tuple[QuestionResult, ...]
 
 
-def path_of(folder: Path, train_step: int) -> Path:
-    """Where the evaluation after a train step is kept."""
-    return folder / f"step-{train_step:06d}.json"
-
-
 def write_evaluation(path: Path, record: EvaluationRecord) -> None:
     """Write it durably; it appears whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,9 +65,4 @@ def read_evaluation(path: Path) -> EvaluationRecord:
 def read_evaluations(folder: Path) -> tuple[EvaluationRecord, ...]:
     """All of a run, in the order of their train steps; none where there is no folder. Raises
     :class:`DataError`."""
-    if not folder.is_dir():
-        return ()
-    named = (path for path in folder.iterdir() if FILE_NAME.fullmatch(path.name))
-    return tuple(
-        sorted((read_evaluation(path) for path in named), key=lambda record: record.train_step)
-    )
+    return tuple(read_evaluation(path) for path in step_files(folder).values())

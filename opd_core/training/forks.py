@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -14,14 +13,13 @@ from opd_core.agent_loop.collect import asked_again
 from opd_core.config import RunConfig
 from opd_core.errors import ConfigError
 from opd_core.training.checkpoint_folder import FACTS, Checkpoint, CheckpointFolder
-from opd_core.training.evaluation_records import FILE_NAME as EVALUATION_NAME
 from opd_core.training.files import (
     CHECKPOINTS_FOLDER,
     EVALUATIONS_FOLDER,
     JOURNAL_FILE,
     TOKEN_KL_FOLDER,
 )
-from opd_core.training.token_kl import FILE_NAME as TOKEN_KL_NAME
+from opd_core.training.step_files import step_files
 from opd_core.whole_file import write_whole
 
 
@@ -65,11 +63,8 @@ def fork_run(source: Path, target: Path) -> ForkPoint:
         place = target / CHECKPOINTS_FOLDER / checkpoint.path.name
         shutil.copytree(checkpoint.path, place, copy_function=_link_or_copy)
         _ask_again(place / FACTS)
-        for folder, name in (
-            (EVALUATIONS_FOLDER, EVALUATION_NAME),
-            (TOKEN_KL_FOLDER, TOKEN_KL_NAME),
-        ):
-            _take_files(source / folder, target / folder, name, checkpoint.train_step)
+        for folder in (EVALUATIONS_FOLDER, TOKEN_KL_FOLDER):
+            _take_files(source / folder, target / folder, checkpoint.train_step)
         lines = (source / JOURNAL_FILE).read_bytes().splitlines(keepends=True)
     except (OSError, shutil.Error) as error:  # a living run may have pruned it meanwhile
         raise ConfigError(f"{checkpoint.path} cannot be taken over ({error}); try again") from None
@@ -79,10 +74,10 @@ def fork_run(source: Path, target: Path) -> ForkPoint:
     return ForkPoint(source.name, checkpoint.train_step)
 
 
-def _take_files(source: Path, target: Path, name: re.Pattern[str], train_step: int) -> None:
+def _take_files(source: Path, target: Path, train_step: int) -> None:
     """Those of the train steps up to ``train_step``; a run may have none."""
-    for file in source.glob("*"):
-        if (found := name.fullmatch(file.name)) and int(found[1]) <= train_step:
+    for step, file in step_files(source).items():
+        if step <= train_step:
             target.mkdir(exist_ok=True)
             _link_or_copy(str(file), str(target / file.name))
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from opd_core.config import ExperimentConfig, TruncatedPolicy
 from opd_core.rollout import RolloutState
+from opd_core.training.step_files import path_of
 from opd_core.training.step_records import StepRecord
 from opd_core.training.token_kl import (
     SEGMENTS,
@@ -23,7 +24,6 @@ from opd_core.training.token_kl import (
     KeptRollout,
     KLSum,
     TokenKL,
-    path_of,
     write_token_kl,
 )
 from opd_core.training.vocabulary import Vocabulary

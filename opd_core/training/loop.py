@@ -23,7 +23,7 @@ from opd_core.errors import ActorLost, SurvivorError, TrainingError
 from opd_core.rollout_json import refused_as
 from opd_core.training.batch import TrainBatch, build_batch
 from opd_core.training.checkpoint_folder import Checkpoint, CheckpointFolder
-from opd_core.training.evaluation_records import path_of, write_evaluation
+from opd_core.training.evaluation_records import write_evaluation
 from opd_core.training.files import EVALUATIONS_FOLDER
 from opd_core.training.kl_sums import TokenKLWriter
 from opd_core.training.organs import LearnerHandle, SamplerHandle, Sleeper
@@ -31,6 +31,7 @@ from opd_core.training.phase import tell_phase
 from opd_core.training.questions import evaluation_record
 from opd_core.training.rollout_metrics import rollout_metrics
 from opd_core.training.step_costs import cost_metrics, time_metrics
+from opd_core.training.step_files import path_of
 from opd_core.training.step_log import EVALUATED, TRAINED, StepLog
 from opd_core.training.step_records import StepRecord, StepRecords
 from opd_core.training.stopping import reached

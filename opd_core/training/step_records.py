@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from opd_core.rollout_json import (
     refused_as,
     to_json,
 )
+from opd_core.training.step_files import path_of, step_files
 from opd_core.whole_file import write_whole
 
-FILE_NAME = re.compile(r"step-(\d{6,})\.json")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class StepRecords:
 
     def path_of(self, train_step: int) -> Path:
         """Where the step's record is, if there is one."""
-        return self._folder / f"step-{train_step:06d}.json"
+        return path_of(self._folder, train_step)
 
     def write(self, record: StepRecord) -> None:
         """Record a step, durably; raises :class:`TrainingError` if that fails."""
@@ -106,10 +105,7 @@ class StepRecords:
 
     def steps(self) -> list[int]:
         """The train steps that are recorded, in their order."""
-        if not self._folder.is_dir():
-            return []
-        found = (FILE_NAME.fullmatch(path.name) for path in self._folder.iterdir())
-        return sorted(int(name[1]) for name in found if name)
+        return list(step_files(self._folder))
 
     def prune(self, through: int) -> None:
         """Remove the records of train steps up to ``through``; one that cannot be removed only

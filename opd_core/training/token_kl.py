@@ -9,7 +9,6 @@ from
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Literal, get_args
 
 from opd_core.errors import DataError
 from opd_core.rollout_json import from_json, from_plain, to_json, to_plain
+from opd_core.training.step_files import step_files
 from opd_core.whole_file import write_whole
 
 NO_ROLLOUTS = b'"rollouts":[]}'
 """How a record ends that keeps none."""
-FILE_NAME = re.compile(r"step-(\d{6,})\.json")
 Segment = Literal["reasoning", "answer"]
 SEGMENTS: tuple[str, ...] = get_args(Segment)
 TokenClass = Literal["digit", "word", "punctuation", "symbol", "whitespace", "special", "other"]
@@ -79,11 +78,6 @@ class TokenKL:
     rollouts: tuple[KeptRollout, ...]
 
 
-def path_of(folder: Path, train_step: int) -> Path:
-    """Where the record of a train step is."""
-    return folder / f"step-{train_step:06d}.json"
-
-
 def write_token_kl(path: Path, record: TokenKL) -> None:
     """Write it; it appears whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +107,4 @@ def keeps_rollouts(path: Path) -> bool:
 def read_token_kls(folder: Path) -> Iterator[TokenKL]:
     """All of a run, one after the other, in the order of their train steps. Raises
     :class:`DataError`."""
-    if folder.is_dir():
-        named = (path for path in folder.iterdir() if FILE_NAME.fullmatch(path.name))
-        for path in sorted(named, key=lambda path: int(path.stem.partition("-")[2])):
-            yield read_token_kl(path)
+    return map(read_token_kl, step_files(folder).values())

@@ -17,7 +17,6 @@ from opd_core.training.evaluation_records import (
     QuestionResult,
     write_evaluation,
 )
-from opd_core.training.evaluation_records import path_of as evaluation_path
 from opd_core.training.files import (
     CONFIG_FILE,
     EVALUATIONS_FOLDER,
@@ -27,13 +26,13 @@ from opd_core.training.files import (
     SUMMARY_FILE,
     TOKEN_KL_FOLDER,
 )
+from opd_core.training.step_files import path_of
 from opd_core.training.token_kl import (
     SEGMENTS,
     TOKEN_CLASSES,
     KeptRollout,
     KLSum,
     TokenKL,
-    path_of,
     write_token_kl,
 )
 
@@ -69,7 +68,7 @@ class RunBuilder:
         (directory / JOURNAL_FILE).write_text("".join(f"{line}\n" for line in lines))
         for step in (0, self.steps // 2, self.steps):
             record = self.evaluation(step)
-            write_evaluation(evaluation_path(directory / EVALUATIONS_FOLDER, step), record)
+            write_evaluation(path_of(directory / EVALUATIONS_FOLDER, step), record)
         for step in range(1, self.steps + 1) if self.teacher else ():
             write_token_kl(path_of(directory / TOKEN_KL_FOLDER, step), self.token_kl(step))
         return directory

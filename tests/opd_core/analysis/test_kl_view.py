@@ -9,7 +9,8 @@ import pytest
 
 from opd_core.analysis.kl_view import KLView, Moment, load_kl_view, position_label, worst_said
 from opd_core.errors import DataError
-from opd_core.training.token_kl import KeptRollout, KLSum, TokenKL, path_of, write_token_kl
+from opd_core.training.step_files import path_of
+from opd_core.training.token_kl import KeptRollout, KLSum, TokenKL, write_token_kl
 from tests.opd_core.analysis.run_builder import RunBuilder
 
 
