@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from deployments import results
-from deployments.doors import RECIPES, SetOption, fail, find_recipe, guarded
+from deployments.doors import SetOption, fail, find_recipe, guarded
 from opd_core.quiet import apply_defaults
+from opd_core.recipe import RECIPES, load_recipe
 
 app = typer.Typer(
     help="On-policy distillation as one experiment.",
@@ -58,10 +59,10 @@ def run(
     if recipe is None and not (resume or fork):
         fail("expected a recipe, or a run: --resume RUN, --fork RUN; see `opd recipes`", 2)
     request: dict[str, Any] = {
-        "recipe": str(find_recipe(recipe or "tiny")),
+        "recipe_file": str(find_recipe(recipe or "tiny")),
         "overrides": overrides or [],
-        "resume": resume,
-        "fork": fork,
+        "resume": resume or "",
+        "fork": fork or "",
     }
     guarded(lambda: _check_plan(**request))
     guarded(lambda: _run(request, as_json))
@@ -71,7 +72,8 @@ def _run(request: dict[str, Any], as_json: bool) -> None:
     from tasks.temporary_server import ensure_prefect_api
 
     ensure_prefect_api()
-    from flows.distill import DistillRequest, distill
+    from flows.distill import distill
+    from flows.request import DistillRequest
     from tasks.console import TERMINAL
 
     TERMINAL.lines, TERMINAL.summary_json = True, as_json
@@ -172,8 +174,6 @@ app.command("eval")(results.evaluate)
 @app.command()
 def recipes() -> None:
     """List the shipped recipes."""
-    from opd_core.recipe import load_recipe
-
     for path in sorted(RECIPES.glob("*.yaml")):
         config = load_recipe(path)
         typer.echo(f"{path.stem:16} {config.description}")
@@ -203,11 +203,11 @@ def prepare(
     )
 
 
-def _check_plan(recipe: str, overrides: list[str], **earlier: str | None) -> None:
+def _check_plan(recipe_file: str, overrides: list[str], resume: str, fork: str) -> None:
     """A mistake in the recipe is told in milliseconds, before Prefect is imported."""
     from opd_core.training.lineage import plan_run
 
-    plan_run(recipe, overrides, **earlier)
+    plan_run(recipe_file, overrides, resume=resume, fork=fork)
 
 
 if __name__ == "__main__":

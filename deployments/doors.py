@@ -9,9 +9,9 @@ from typing import Annotated, NoReturn, TypeVar
 import typer
 
 from opd_core.errors import ConfigError, DataError, OPDError, PreflightError
+from opd_core.recipe import find_recipe as recipe_file
 
 T = TypeVar("T")
-RECIPES = Path(__file__).with_name("recipes")
 NOTHING_STARTED = (ConfigError, PreflightError, DataError)
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting")
@@ -19,15 +19,8 @@ SetOption = Annotated[
 
 
 def find_recipe(name: str) -> Path:
-    """A file as it is named, or a shipped recipe by its name."""
-    file = Path(name)
-    if file.suffix in (".yaml", ".yml") or file.exists():
-        return file
-    shipped = RECIPES / f"{name}.yaml"
-    if not shipped.is_file():
-        there = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
-        fail(f"no recipe {name!r}: expected a YAML file, or one of: {there}", 2)
-    return shipped
+    """A file as it is named, or a shipped recipe by its name; another name ends the command."""
+    return guarded(lambda: recipe_file(name))
 
 
 def guarded(action: Callable[[], T]) -> T:

@@ -6,7 +6,6 @@ experiment at a time. Comparisons and the janitor run beside it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import cast
 
 from prefect import serve
@@ -18,10 +17,9 @@ from prefect.deployments.runner import RunnerDeployment
 
 import flows  # noqa: F401  (sets the defaults that Prefect reads when it is imported)
 from flows.compare import compare
-from flows.distill import DistillRequest, distill
+from flows.distill import distill
 from flows.janitor import janitor
 
-RECIPE = Path(__file__).with_name("recipes") / "tiny.yaml"
 EVERY_QUARTER = "*/15 * * * *"
 
 
@@ -30,7 +28,6 @@ def deployments() -> tuple[RunnerDeployment, ...]:
     experiment = distill.to_deployment(
         name="distill",
         description="One on-policy-distillation experiment, from its checks to its report",
-        parameters={"request": DistillRequest(recipe=str(RECIPE)).model_dump()},
         concurrency_limit=_one_at_a_time(ConcurrencyLimitStrategy.ENQUEUE),
     )
     comparing = compare.to_deployment(

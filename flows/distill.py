@@ -12,8 +12,8 @@ from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
-from pydantic import BaseModel, ConfigDict, Field
 
+from flows.request import DistillRequest
 from opd_core.training.lineage import RunPlan
 from tasks.cluster import start_cluster
 from tasks.devices import take_devices
@@ -27,24 +27,6 @@ from tasks.signals import hangup_as_termination
 from tasks.student import train_student
 from tasks.teacher import await_teachers, start_teachers
 
-
-class DistillRequest(BaseModel):
-    """What to run: a recipe, or an earlier run, and changes to it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    recipe: str = Field("deployments/recipes/tiny.yaml", description="Path of a recipe file (YAML)")
-    overrides: list[str] = Field(
-        default_factory=list, description="Changes to the recipe, each KEY.PATH=VALUE"
-    )
-    resume: str | None = Field(
-        None, description="Run id or directory of a run to continue; its own recipe is taken"
-    )
-    fork: str | None = Field(
-        None, description="Run id or directory from whose newest checkpoint a new run begins"
-    )
-
-
 DEFAULT_REQUEST = DistillRequest()
 
 
@@ -53,7 +35,7 @@ def _run_name() -> str:
     request = DistillRequest.model_validate(given) if isinstance(given, dict) else given
     if earlier := request.resume or request.fork:
         return f"{'resume' if request.resume else 'fork'} {Path(earlier).name}"
-    return f"distill {Path(request.recipe).stem}"
+    return f"distill {Path(request.path).stem}"
 
 
 @flow(
@@ -67,7 +49,7 @@ def distill(request: DistillRequest = DEFAULT_REQUEST) -> dict[str, Any]:
     """Distil a teacher into a student on the student's own samples; returns the run's summary."""
     with hangup_as_termination(), guard_flow() as guard:
         end_dead_runs()
-        plan = plan_experiment(request.recipe, request.overrides, request.resume, request.fork)
+        plan = plan_experiment(request.path, request.changes, request.resume, request.fork)
         guard.end_with_worker = plan.config.run.end_with_worker
         return run_experiment(plan, guard)
 

@@ -1,7 +1,8 @@
 """Recipes: YAML files that hold an experiment, and the changes made to it on the command line.
 
-A mistake names the file, the key, and what to write instead. Two environment variables are defaults
-of recipe fields: ``STUDENT_CUDA_VISIBLE_DEVICES`` and ``TEACHER_CUDA_VISIBLE_DEVICES``.
+A mistake names the file, the key, and what to write instead. Three environment variables are
+defaults of recipe fields: ``STUDENT_CUDA_VISIBLE_DEVICES``, ``TEACHER_CUDA_VISIBLE_DEVICES``, and
+``MLFLOW_TRACKING_URI`` of a ``tracking.mlflow_uri`` that is left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from opd_core.config import ExperimentConfig
 from opd_core.errors import ConfigError
 
 DEFAULT_CACHE = "~/.cache/opd-lab"
+RECIPES = Path(__file__).parents[1] / "deployments" / "recipes"
+"""Where the shipped recipes lie."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -41,6 +44,18 @@ class _StrictLoader(yaml.SafeLoader):
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Where prepared models and environments are kept: ``$OPD_CACHE``, or a folder in the home."""
     return Path(environ.get("OPD_CACHE") or DEFAULT_CACHE).expanduser()
+
+
+def find_recipe(name: str) -> Path:
+    """A file as it is named, or a shipped recipe by its name. Raises :class:`ConfigError`."""
+    file = Path(name)
+    if file.suffix in (".yaml", ".yml") or file.exists():
+        return file
+    shipped = RECIPES / f"{name}.yaml"
+    if not shipped.is_file():
+        there = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+        raise ConfigError(f"no recipe {name!r}: expected a YAML file, or one of: {there}")
+    return shipped
 
 
 def load_recipe(
@@ -67,6 +82,7 @@ def load_recipe(
     variables = {**environ, "OPD_CACHE": str(cache_dir(environ))}
     data = _expand_variables(data, variables, str(file), ())
     _default_devices(data, environ, file)
+    _default_tracking(data, environ)
     return parse_config(data, source=str(file), base_dir=file.parent)
 
 
@@ -174,6 +190,13 @@ def _default_devices(data: dict[str, Any], environ: Mapping[str, str], file: Pat
             f"{file}: TEACHER_CUDA_VISIBLE_DEVICES is {_device_list(teacher)} and the recipe "
             f"launches {len(launched)} servers: write launch.devices at each, and unset it"
         )
+
+
+def _default_tracking(data: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """A resolved recipe names its MLflow, even as null, and is left as it is."""
+    uri = environ.get("MLFLOW_TRACKING_URI")
+    if uri and isinstance(data.setdefault("tracking", {}), dict):
+        data["tracking"].setdefault("mlflow_uri", uri)
 
 
 def _settle(node: dict[str, Any], devices: list[str], file: Path, variable: str, key: str) -> None:

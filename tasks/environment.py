@@ -64,7 +64,7 @@ class RunRecord:
 
 
 def plan_experiment(
-    recipe: str, overrides: Sequence[str] = (), resume: str | None = None, fork: str | None = None
+    recipe: str, overrides: Sequence[str] = (), resume: str = "", fork: str = ""
 ) -> RunPlan:
     """What is to be run. A flow run that is tried again goes on in the directory of its first try.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ MOST_LETTERS = 200
 
 def find_runs(names: Sequence[str], root: Path, mlflow_uri: str | None = None) -> list[Path]:
     """The directory of each run, in order: a run directory, the id of a run in ``root``, or
-    MLflow's id of a run, which is looked up at ``mlflow_uri`` (None: SQLite in ``root``).
+    MLflow's id of a run, which is looked up at ``mlflow_uri`` (None: ``$MLFLOW_TRACKING_URI``,
+    else SQLite in ``root``).
 
     Raises :class:`ConfigError` for the first that is not there; it lists the nearest names.
     """
@@ -59,7 +61,8 @@ def _find(name: str, root: Path, mlflow_uri: str | None) -> Path:
 
 
 def _find_by_mlflow(name: str, root: Path, mlflow_uri: str | None) -> Path:
-    uri = tracking_uri(TrackingConfig(mlflow_uri=mlflow_uri), root)
+    named = mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or None
+    uri = tracking_uri(TrackingConfig(mlflow_uri=named), root)
     place = f"MLflow at {without_credentials(uri)}"
     bound_http_waits()
     try:

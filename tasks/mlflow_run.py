@@ -68,7 +68,7 @@ def _tags(run: RunRecord) -> dict[str, str]:
     if (forked_from := run.history.forked_from) is not None:
         tags["opd.forked_from"] = forked_from.run_id
         tags["opd.forked_at_step"] = str(forked_from.train_step)
-    return tags | _made_of(run)
+    return dict(run.config.tracking.tags) | tags | _made_of(run)
 
 
 def _made_of(run: RunRecord) -> dict[str, str]:

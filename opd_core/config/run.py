@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator
 
-from opd_core.config.values import Frozen, is_http_url, without_password
+from opd_core.config.values import Frozen, Text, is_http_url, without_password
 
 MLFLOW_WORDS = ("databricks", "databricks-uc", "uc", "")
 """Tracking URIs that are neither a URL nor a path."""
@@ -61,9 +61,12 @@ class TrackingConfig(Frozen):
 
     mlflow: bool = True
     mlflow_uri: str | None = Field(
-        None, description="null is SQLite in the run root; one with a password in it is refused"
+        None,
+        description="null is SQLite in the run root; left out it is $MLFLOW_TRACKING_URI, if that "
+        "is set; one with a password in it is refused",
     )
     experiment: str = Field("opd", min_length=1)
+    tags: dict[str, Text] = Field(default_factory=dict, description="Further tags of MLflow's run")
     tensorboard: bool = True
     system_metrics: bool = Field(True, description="Load of the host and of its GPUs (system/…)")
     rollouts_kept: int = Field(

@@ -140,8 +140,8 @@ def plan_run(
     recipe: str | Path,
     overrides: Sequence[str] = (),
     *,
-    resume: str | None = None,
-    fork: str | None = None,
+    resume: str = "",
+    fork: str = "",
 ) -> RunPlan:
     """Find out what is to be run; nothing is touched.
 

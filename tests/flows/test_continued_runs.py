@@ -25,9 +25,10 @@ MANY = 40
 """Train steps that are not over before the driver is killed."""
 RETRIED = """
 import sys
-from flows.distill import DistillRequest, distill
+from flows.distill import distill
+from flows.request import DistillRequest
 
-request = DistillRequest(recipe="deployments/recipes/tiny.yaml", overrides=sys.argv[1:])
+request = DistillRequest(recipe_file="deployments/recipes/tiny.yaml", overrides=sys.argv[1:])
 distill.with_options(retries=1)(request)
 """
 

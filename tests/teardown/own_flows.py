@@ -14,7 +14,8 @@ from typing import Any
 from prefect import flow
 
 import flows.distill as stages
-from flows.distill import DistillRequest, distill
+from flows.distill import distill
+from flows.request import DistillRequest
 from opd_core.quiet import apply_defaults
 
 RECIPE = "deployments/recipes/tiny.yaml"
@@ -69,4 +70,4 @@ if __name__ == "__main__":
     apply_defaults()
     signal.signal(signal.SIGUSR1, _fail)
     mode, timeout_s, *settings = sys.argv[1:]
-    MODES[mode](DistillRequest(recipe=RECIPE, overrides=settings), float(timeout_s))
+    MODES[mode](DistillRequest(recipe_file=RECIPE, overrides=settings), float(timeout_s))

@@ -197,7 +197,7 @@ class Deployed(Door):
 
     def open(self, settings: Sequence[str]) -> None:
         deployment = self.serve()
-        request = {"recipe": str(ROOT / RECIPE), "overrides": self.overrides(settings)}
+        request = {"recipe_file": str(ROOT / RECIPE), "overrides": self.overrides(settings)}
         self.flow_run_id = self.prefect.start_run(deployment, request)
 
     def serve(self) -> str:
