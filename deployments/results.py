@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from deployments.doors import SetOption, fail, find_recipe, guarded
+from opd_core.recipe import run_root
 
 RunArgument = Annotated[str, typer.Argument(help="Run id or directory")]
 
@@ -43,7 +44,9 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(help="Folder for page, markdown, plots and JSON")
     ] = None,
-    root: Annotated[Path, typer.Option(help="Where runs lie that are named by id")] = Path("runs"),
+    root: Annotated[
+        Path | None, typer.Option(help="Where runs lie that are named by id; $OPD_RUNS, else runs")
+    ] = None,
     mlflow: Annotated[
         bool, typer.Option(help="Keep the comparison in the runs' MLflow, and tag them")
     ] = True,
@@ -65,7 +68,7 @@ def compare(
             Target(metric, axis, at, margin),
             references=reference or [],
             out=out,
-            root=root,
+            root=root or Path(run_root()),
             mlflow=mlflow,
             mlflow_uri=mlflow_uri,
             as_json=as_json,

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from opd_core.analysis.comparison import Target
 from opd_core.analysis.outcome import Axis
 from opd_core.config.values import without_password
+from opd_core.recipe import run_root
 from tasks.comparing import compare_runs, tell_comparison
 
 TARGET = Target()
@@ -49,11 +50,14 @@ class CompareRequest(BaseModel):
         default_factory=list,
         description="Further lines, each LABEL=FILE with an evaluation's record, as of `opd eval`",
     )
-    root: str = Field("runs", min_length=1, description="Where runs lie that are named by their id")
+    root: str = Field(
+        "", description="Where runs lie that are named by their id; empty is $OPD_RUNS, else runs"
+    )
     mlflow: bool = Field(True, description="Keep the comparison in the runs' MLflow, and tag them")
     mlflow_uri: Annotated[str, AfterValidator(without_password)] | None = Field(
         None,
-        description="MLflow in which run ids are looked up; empty is SQLite in the run root. "
+        description="MLflow in which run ids are looked up; empty is $MLFLOW_TRACKING_URI, "
+        "else SQLite in the run root. "
         "Parameters are kept, so one with a password in it is refused",
     )
 
@@ -78,7 +82,7 @@ def compare(request: CompareRequest) -> dict[str, Any]:
         request.runs,
         request.target,
         references=request.references,
-        root=Path(request.root),
+        root=Path(request.root or run_root()),
         mlflow=request.mlflow,
         mlflow_uri=request.mlflow_uri,
     )

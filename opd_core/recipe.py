@@ -1,8 +1,9 @@
 """Recipes: YAML files that hold an experiment, and the changes made to it on the command line.
 
-A mistake names the file, the key, and what to write instead. Three environment variables are
-defaults of recipe fields: ``STUDENT_CUDA_VISIBLE_DEVICES``, ``TEACHER_CUDA_VISIBLE_DEVICES``, and
-``MLFLOW_TRACKING_URI`` of a ``tracking.mlflow_uri`` that is left out.
+A mistake names the file, the key, and what to write instead. Environment variables are defaults
+of recipe fields: ``STUDENT_CUDA_VISIBLE_DEVICES``, ``TEACHER_CUDA_VISIBLE_DEVICES``, and of
+fields that are left out ``OPD_RUNS`` (``run.root``) and ``MLFLOW_TRACKING_URI``
+(``tracking.mlflow_uri``).
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("OPD_CACHE") or DEFAULT_CACHE).expanduser()
 
 
+def run_root(environ: Mapping[str, str] = os.environ) -> str:
+    """Where runs lie that are named by their id alone: ``$OPD_RUNS``, or ``runs``."""
+    return environ.get("OPD_RUNS") or "runs"
+
+
 def find_recipe(name: str) -> Path:
     """A file as it is named, or a shipped recipe by its name. Raises :class:`ConfigError`."""
     file = Path(name)
@@ -82,7 +88,7 @@ def load_recipe(
     variables = {**environ, "OPD_CACHE": str(cache_dir(environ))}
     data = _expand_variables(data, variables, str(file), ())
     _default_devices(data, environ, file)
-    _default_tracking(data, environ)
+    _default_places(data, environ)
     return parse_config(data, source=str(file), base_dir=file.parent)
 
 
@@ -192,11 +198,12 @@ def _default_devices(data: dict[str, Any], environ: Mapping[str, str], file: Pat
         )
 
 
-def _default_tracking(data: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """A resolved recipe names its MLflow, even as null, and is left as it is."""
-    uri = environ.get("MLFLOW_TRACKING_URI")
-    if uri and isinstance(data.setdefault("tracking", {}), dict):
-        data["tracking"].setdefault("mlflow_uri", uri)
+def _default_places(data: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """A resolved recipe names its run root and its MLflow, even as null, and is left as it is."""
+    places = {"run": ("root", "OPD_RUNS"), "tracking": ("mlflow_uri", "MLFLOW_TRACKING_URI")}
+    for node, (key, variable) in places.items():
+        if environ.get(variable) and isinstance(data.setdefault(node, {}), dict):
+            data[node].setdefault(key, environ[variable])
 
 
 def _settle(node: dict[str, Any], devices: list[str], file: Path, variable: str, key: str) -> None:

@@ -127,7 +127,11 @@ class CostConfig(Frozen):
 class RunConfig(Frozen):
     """Where a run lives and how long its ending may take."""
 
-    root: str = Field("runs", min_length=1, description="Each run gets a directory under it")
+    root: str = Field(
+        "runs",
+        min_length=1,
+        description="Each run gets a directory under it; left out it is $OPD_RUNS, if set",
+    )
     teardown_s: float = Field(60.0, gt=0, description="One deadline for the whole teardown")
     deadline_s: float | None = Field(
         None, gt=0, description="The run ends so long after its start, resumable; null is never"
