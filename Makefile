@@ -1,6 +1,6 @@
 # make demo    set up, then run the tiny experiment (a few minutes on two CPU cores)
 # make test    set up, then run all tests
-# make test-long  whole runs that are killed again and again
+# make test-long  whole runs that are killed again and again; runs from Prefect's UI, in a browser
 # make test-teardown  end runs in every way at every moment, stand-ins and real ones (about an hour)
 # make test-servers  build the servers' own environments, test real SGLang and LMDeploy (CPU): scoring,
 #              sampling, weight sync, a whole run
@@ -27,7 +27,7 @@ demo: install
 test: install browser
 	$(PYTEST)
 
-test-long: install
+test-long: install browser
 	$(PYTEST) -m long tests
 
 # With the sample that `make test` runs; the real SGLang cells need its environment.

@@ -1,6 +1,6 @@
 """``opd check``: all checks of a recipe and the cards of its pairs. Starts nothing.
 
-Prefect is not imported, unless a teacher's key has to be looked for.
+Prefect is not imported.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from opd_core.config import ExperimentConfig
-from opd_core.errors import PreflightError
 from opd_core.preflight import PreflightReport, run_preflight
 from opd_core.recipe import load_recipe
 from tasks.cards import card_table
+from tasks.secrets import missing_secrets, references
 
 
 def check(path: Path, overrides: list[str], *, as_json: bool) -> bool:
@@ -27,30 +27,17 @@ def check(path: Path, overrides: list[str], *, as_json: bool) -> bool:
     """
     config = load_recipe(path, overrides)
     report = run_preflight(config)
-    _check_keys(config, report)
+    report.problems += missing_secrets(config, in_blocks=False)
+    report.warnings += [
+        f"{where} {reference!r}: a Prefect block, which is looked up when the run starts"
+        for where, reference in references(config)
+        if reference.startswith("block:")
+    ]
     if as_json:
         typer.echo(json.dumps(_as_record(config, report)))
     else:
         _show(report)
     return not report.problems
-
-
-def _check_keys(config: ExperimentConfig, report: PreflightReport) -> None:
-    for teacher in config.opd.teachers if config.opd else ():
-        if teacher.api_key is None:
-            continue
-        if teacher.api_key.get_secret_value().startswith("block:"):
-            report.warnings.append(
-                f"teacher {teacher.name!r}: its key is in a Prefect block, which is looked up when "
-                "the run starts"
-            )
-            continue
-        from tasks.environment import resolve_key
-
-        try:
-            resolve_key(teacher)
-        except PreflightError as error:
-            report.problems.append(str(error))
 
 
 def _show(report: PreflightReport) -> None:

@@ -13,8 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from deployments import results
+from deployments import results, teachers
 from deployments.doors import SetOption, fail, find_recipe, guarded
+from deployments.planning import plan
+from deployments.up import up
 from opd_core.quiet import apply_defaults
 from opd_core.recipe import RECIPES, load_recipe
 
@@ -169,6 +171,22 @@ def reap(
 for about_runs in (results.receipt, results.report, results.compare, results.sync):
     app.command()(about_runs)
 app.command("eval")(results.evaluate)
+app.command()(plan)
+app.add_typer(teachers.app, name="teacher")
+app.command()(up)
+
+
+@app.command()
+def automations(
+    block: Annotated[
+        str, typer.Argument(help="Notification block of the server, as TYPE/NAME")
+    ] = "custom-webhook/opd-alerts",
+) -> None:
+    """Have a Prefect server notify of failed, unclean and silent runs."""
+    from deployments.automations import register_automations
+
+    for name in guarded(lambda: register_automations(block)):
+        typer.echo(f"{name}: on, notifies by {block}")
 
 
 @app.command()
@@ -176,7 +194,7 @@ def recipes() -> None:
     """List the shipped recipes."""
     for path in sorted(RECIPES.glob("*.yaml")):
         config = load_recipe(path)
-        typer.echo(f"{path.stem:16} {config.description}")
+        typer.echo(f"{path.stem:29} {config.description}")
 
 
 @app.command()

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.runtime import flow_run
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
+from flows.form import FORM, NO_SECRET, REFERENCES, Like
 from opd_core.analysis.comparison import Target
 from opd_core.analysis.outcome import Axis
 from opd_core.config.values import without_password
@@ -24,38 +25,55 @@ TARGET = Target()
 class CompareRequest(BaseModel):
     """Which runs to compare, and at what."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = FORM
 
     runs: list[str] = Field(
         min_length=2,
+        title="Runs",
         description="Run ids, run directories or MLflow run ids; the first one's arm is the "
         "baseline, runs that differ in their seed only are one arm",
     )
-    metric: str = Field(TARGET.metric, min_length=1, description="What is to be better")
-    axis: Axis = Field("student_tokens", description="At equal what the runs are compared")
+    metric: str = Field(
+        TARGET.metric, min_length=1, title="Metric", description="What is to be better"
+    )
+    axis: Axis = Field(
+        "student_tokens", title="Axis", description="At equal what the runs are compared"
+    )
     at: float | None = Field(
         None,
         ge=0,
         allow_inf_nan=False,
+        title="At",
         description="Where on the axis; empty is the farthest point that all reached",
     )
     margin: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
+        title="Margin",
         description="A smaller difference is none that matters; empty is 0.02 of shares such as "
         "accuracy, and none of other metrics",
     )
     references: list[str] = Field(
         default_factory=list,
+        title="Reference lines",
         description="Further lines, each LABEL=FILE with an evaluation's record, as of `opd eval`",
     )
     root: str = Field(
-        "", description="Where runs lie that are named by their id; empty is $OPD_RUNS, else runs"
+        "",
+        title="Run root",
+        description="Where runs lie that are named by their id; empty is $OPD_RUNS, else runs",
     )
-    mlflow: bool = Field(True, description="Keep the comparison in the runs' MLflow, and tag them")
-    mlflow_uri: Annotated[str, AfterValidator(without_password)] | None = Field(
+    mlflow: bool = Field(
+        True,
+        title="Keep in MLflow",
+        description="Keep the comparison in the runs' MLflow, and tag them",
+    )
+    mlflow_uri: (
+        Annotated[str, AfterValidator(without_password), Like(NO_SECRET, REFERENCES)] | None
+    ) = Field(
         None,
+        title="MLflow",
         description="MLflow in which run ids are looked up; empty is $MLFLOW_TRACKING_URI, "
         "else SQLite in the run root. "
         "Parameters are kept, so one with a password in it is refused",

@@ -14,10 +14,13 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows.request import DistillRequest
+from opd_core.errors import OPDError
+from opd_core.recipe import load_recipe
 from opd_core.training.lineage import RunPlan
+from tasks.checks import check_environment, check_files
 from tasks.cluster import start_cluster
 from tasks.devices import take_devices
-from tasks.environment import check_environment, open_run, plan_experiment
+from tasks.environment import open_run, plan_experiment
 from tasks.experiment import experiment
 from tasks.guard import Guard, guard_flow
 from tasks.hooks import conclude
@@ -32,10 +35,19 @@ DEFAULT_REQUEST = DistillRequest()
 
 def _run_name() -> str:
     given = flow_run.parameters["request"]
-    request = DistillRequest.model_validate(given) if isinstance(given, dict) else given
-    if earlier := request.resume or request.fork:
-        return f"{'resume' if request.resume else 'fork'} {Path(earlier).name}"
-    return f"distill {Path(request.path).stem}"
+    return run_name(DistillRequest.model_validate(given) if isinstance(given, dict) else given)
+
+
+def run_name(request: DistillRequest) -> str:
+    """What Prefect calls the run: ``tiny · seed 1234``."""
+    if request.resume:
+        return f"resume {Path(request.resume).name}"
+    try:
+        config = load_recipe(request.path, request.changes)
+    except OPDError:  # the flow itself tells it, where it reads the recipe
+        return f"distill {request.recipe_file or request.recipe}"
+    forked = f" · fork of {Path(request.fork).name}" if request.fork else ""
+    return f"{config.name} · seed {config.seed}{forked}"
 
 
 @flow(
@@ -57,7 +69,7 @@ def distill(request: DistillRequest = DEFAULT_REQUEST) -> dict[str, Any]:
 def run_experiment(plan: RunPlan, guard: Guard) -> dict[str, Any]:
     """The stages of one experiment, in order."""
     with take_devices(plan.config) as lease:
-        checked = check_environment(plan.config)
+        checked = check_environment(plan.config, check_files(plan.config))
         run = open_run(plan, checked)
         lease.tell(run_id=run.run_id, run_dir=str(run.directory))
         with experiment(run, checked, guard, lease) as session:

@@ -14,7 +14,8 @@ OPDError
 │   └── SamplersLost       no server is left that samples: the job can be started again
 └── TrainingError          the run cannot go on
     ├── SurvivorError      too few groups survive: carries the survivor table
-    └── ActorLost          an actor's process died: the job can be started again
+    ├── ActorLost          an actor's process died: the job can be started again
+    └── ClusterLost        the Ray cluster died: so it can, on another one
 
 All of them hold only strings and numbers, so that they cross processes unharmed.
 """
@@ -108,3 +109,7 @@ class SurvivorError(TrainingError):
 
 class ActorLost(TrainingError):
     """The process of a sampling or training actor died; the job can go on from what is on disk."""
+
+
+class ClusterLost(TrainingError):
+    """The Ray cluster died or no longer answers; the job can go on from what is on disk."""

@@ -154,7 +154,8 @@ def _list_index(node: Any, part: str, where: str, override: str) -> int:
 def _expand_variables(
     value: Any, environ: Mapping[str, str], file: str, keys: tuple[str, ...]
 ) -> Any:
-    """``$NAME`` and ``~`` at the start of a string, so that recipes carry no machine's paths."""
+    """``$NAME``, ``$NAME:-DEFAULT`` and ``~`` at the start of a string, so that recipes carry no
+    machine's paths."""
     if isinstance(value, dict):
         return {
             key: _expand_variables(item, environ, file, (*keys, str(key)))
@@ -166,6 +167,9 @@ def _expand_variables(
             for number, item in enumerate(value)
         ]
     if isinstance(value, str) and value.startswith("$"):
+        variable, has_default, default = value[1:].partition(":-")
+        if has_default:
+            return environ.get(variable) or default
         name, slash, rest = value[1:].partition("/")
         if name not in environ:
             raise ConfigError(
@@ -179,6 +183,9 @@ def _expand_variables(
 
 def _default_devices(data: dict[str, Any], environ: Mapping[str, str], file: Path) -> None:
     """Fill in the devices that the two environment variables name; refuse what contradicts them."""
+    for node in (data.get("student"), *_launched(data.get("opd"))):
+        if isinstance(node, dict) and isinstance(node.get("devices"), str):
+            node["devices"] = _device_list(node["devices"])
     student = environ.get("STUDENT_CUDA_VISIBLE_DEVICES")
     if student is not None and isinstance(data.get("student"), dict):
         _settle(data["student"], _device_list(student), file, "STUDENT", "student.devices")

@@ -1,11 +1,13 @@
 """The stages of an experiment, as Prefect tasks: effects in, small records out.
 
-``environment`` the run directory and the checks before anything starts
+``checks``      everything that is checked before anything starts
+``environment`` what is to be run, and the run directory
 ``session``     what the stages of one run share
 ``experiment``  what must happen around the stages; ``ending``: however they end; ``signals``
 ``cluster``     the Ray cluster that the student runs on
 ``servers``     any server that the run starts: launching one, starting it again
 ``teacher``     the teachers: launch, readiness that is proven by scoring
+``kept_teacher`` one that is kept across runs: up, down; ``kept_use``: a run that uses it
 ``samplers``    the student's servers, where servers sample
 ``watch``       looks after the servers while the student trains
 ``student``     the training job: submit, follow

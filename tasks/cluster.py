@@ -9,10 +9,12 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from opd_core.lifecycle.errors import ChildDied, LifecycleError
 from opd_core.lifecycle.ports import reserve_ports
 from opd_core.lifecycle.records import ChildSpec
 from opd_core.training.head import PORT_FLAGS, head_command, write_token
 from tasks.console import announce
+from tasks.names import of_session, starting_cluster
 from tasks.session import Cluster, Session
 
 STOP_FIRST = 0
@@ -21,14 +23,30 @@ HEAD = "ray-head"
 LONGEST = 25
 
 
-@task(name="start Ray cluster", cache_policy=NO_CACHE)
+@task(name="start Ray cluster", task_run_name=of_session(starting_cluster), cache_policy=NO_CACHE)
 def start_cluster(session: Session) -> None:
     """Start a private head under the supervisor; it comes up while the teacher loads."""
     run = session.run
     if run.config.ray.address is not None:
         session.cluster = Cluster(run.config.ray.address, token=None, owned=False)
         announce(f"using the Ray cluster at {run.config.ray.address}")
-        return
+    else:
+        start_head(session)
+
+
+def head_is_dead(session: Session) -> bool:
+    """Whether the head of the run's own has died, and not because the whole run is being ended."""
+    try:
+        session.supervisor.raise_if_dead(HEAD)
+    except ChildDied:
+        return True
+    except LifecycleError:  # the run is over, or never had one
+        return False
+    return False
+
+
+def start_head(session: Session) -> None:
+    """Start a private head, with files, ports and token of its own."""
     temp_dir = Path(tempfile.mkdtemp(prefix="opd-ray-", dir=short_folder(tempfile.gettempdir())))
     try:
         _start_head(session, temp_dir)

@@ -17,9 +17,13 @@ from opd_core.lifecycle.leases import DeviceLease
 from opd_core.lifecycle.receipt_text import left_over
 from opd_core.lifecycle.registry import Registry
 from opd_core.preflight import PreflightReport
+from opd_core.serving.kept.users import KeptUse
 from tasks.ending import Ended, end_experiment
-from tasks.environment import RunRecord, resolve_key
+from tasks.environment import RunRecord
 from tasks.guard import Guard, TimedOut
+from tasks.kept_use import use_kept_teachers
+from tasks.live import LiveView
+from tasks.secrets import find_secrets, resolve_key, run_servers
 from tasks.session import Session, as_serving_error
 from tasks.settle import settle_command
 from tasks.signals import postponed, undisturbed
@@ -42,28 +46,42 @@ def experiment(
     started = time.perf_counter()
     opd = run.config.opd
     keys = {t.name: key for t in (opd.teachers if opd else ()) if (key := resolve_key(t))}
+    secrets = find_secrets(run_servers(run.config))
+    uses = KeptUse()
     session: Session | None = None
     tracker: Tracker | None = None
+    view: LiveView | None = None
     error: BaseException | None = None
     try:
         with postponed():
             supervisor = _start_supervisor(run, lease)
             guard.end_run = supervisor.end
-            session = Session(run, checked, supervisor, keys, seconds={"checks": checked.seconds})
+            session = Session(run, checked, supervisor, keys, secrets=secrets)
+            session.seconds["checks"] = checked.seconds
         tracker = Tracker.start(run)
         session.shipping = tracker.report
+        view = LiveView.start(session, tracker.place)
+        uses = use_kept_teachers(run)
         yield session
     except BaseException as raised:  # also Prefect's termination signal and Ctrl-C
         error = raised
         if isinstance(raised, CancelledError):
-            error = TimedOut("the flow run's time in Prefect (timeout_seconds) is over")
+            error = TimedOut(
+                "Prefect ended the flow run: its time (timeout_seconds) is over, or its "
+                "concurrency slot could not be renewed (docs/sharing.md)"
+            )
         raise
     finally:
         with undisturbed():
             guard.stop()
             if session is not None:
                 how = Ended(guard.cause_of(error), error, started)
+                if view is not None:
+                    view.quiet()
                 receipt = end_experiment(session, how, tracker, lease)
+                if view is not None:
+                    view.finish(session.summary)
+            uses.release()
     if not receipt.clean:
         raise TeardownError(left_over(receipt))
 

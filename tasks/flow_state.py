@@ -85,6 +85,10 @@ class ApiStates:
         """Replace it, whatever it is."""
         self._client.set_flow_run_state(self._id, state, force=True)
 
+    def propose(self, state: State[Any]) -> None:
+        """Replace it if Prefect's rules allow that: one that is cancelled stays so."""
+        self._client.set_flow_run_state(self._id, state)
+
     def keep_receipt(self, receipt: Receipt) -> None:
         """Make its artifact, if it lacks; for a flow run that is not there, do nothing."""
         if self.read() is not None:

@@ -18,7 +18,9 @@ from opd_core.tracking.mlflow_sink import (
     tracking_uri,
 )
 from opd_core.tracking.sink import RunStatus
+from opd_core.training.links import read_links
 from tasks.environment import THE_STUDENT, RunRecord, the_teacher
+from tasks.links import mlflow_description, prefect_page
 from tasks.provenance import git_commit
 
 RUN_KIND = "run"
@@ -40,7 +42,7 @@ def mlflow_status(status: str) -> RunStatus:
 def mlflow_run(run: RunRecord, *, uri: str | None = None, over: bool = True) -> MlflowRun:
     """The run as MLflow is to keep it, by default where its recipe says. Its flow, for which it is
     not ``over``, tells one thing more: its deployment in Prefect."""
-    config = run.config
+    config, prefect = run.config, _prefect_page(run)
     uri = uri or tracking_uri(config.tracking, run.directory.parent)
     return MlflowRun(
         tracking_uri=uri,
@@ -48,13 +50,21 @@ def mlflow_run(run: RunRecord, *, uri: str | None = None, over: bool = True) -> 
         experiment=config.tracking.experiment,
         run_name=run.run_id,
         params=flatten_params(config.resolved()),
-        tags=_tags(run) | ({} if over else {"prefect.deployment_id": str(deployment.id or "")}),
+        tags=_tags(run, prefect)
+        | ({} if over else {"prefect.deployment_id": str(deployment.id or "")}),
         began_at_s=run.history.attempts[0].started_at,
         over=over,
+        description=mlflow_description(run, prefect),
     )
 
 
-def _tags(run: RunRecord) -> dict[str, str]:
+def _prefect_page(run: RunRecord) -> str:
+    """The flow run's page: as its flow knew it, which another process may not."""
+    known = read_links(run.directory).prefect
+    return known or prefect_page(run.history.attempts[-1].flow_run_id)
+
+
+def _tags(run: RunRecord, prefect: str) -> dict[str, str]:
     tags = {
         RUN_TAG: run.run_id,
         KIND_TAG: RUN_KIND,
@@ -65,6 +75,8 @@ def _tags(run: RunRecord) -> dict[str, str]:
         "opd.host": platform.node(),
         "prefect.flow_run_id": run.history.attempts[-1].flow_run_id,
     }
+    if prefect:
+        tags["prefect.flow_run_url"] = prefect
     if (forked_from := run.history.forked_from) is not None:
         tags["opd.forked_from"] = forked_from.run_id
         tags["opd.forked_at_step"] = str(forked_from.train_step)

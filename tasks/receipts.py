@@ -8,7 +8,7 @@ import threading
 from uuid import UUID
 
 from prefect.artifacts import create_markdown_artifact
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import (
     ArtifactFilter,
@@ -17,10 +17,12 @@ from prefect.client.schemas.filters import (
 )
 from prefect.context import get_run_context
 from prefect.exceptions import MissingContextError
+from prefect.runtime import flow_run
 
 from opd_core.lifecycle.receipt_text import left_over, receipt_markdown, receipt_text
 from opd_core.lifecycle.records import Receipt
 from tasks.console import CONSOLE, TERMINAL, announce, log, warn
+from tasks.unclean import tell_unclean
 
 RECEIPT_KEY = "receipt"
 """Prefect's key of the artifact."""
@@ -52,6 +54,8 @@ def _keep(receipt: Receipt) -> None:
     try:
         get_run_context()
         create_markdown_artifact(receipt_markdown(receipt), RECEIPT_KEY, DESCRIPTION)
+        with get_client(sync_client=True) as client:
+            tell_unclean(client, str(flow_run.id), receipt)
     except MissingContextError:
         return  # not in a Prefect run
     except Exception as error:  # the file in the run directory tells the same
@@ -73,3 +77,4 @@ def keep_late(client: SyncPrefectClient, flow_run_id: UUID, receipt: Receipt) ->
             flow_run_id=flow_run_id,
         )
         client.create_artifact(artifact)
+        tell_unclean(client, flow_run_id, receipt)

@@ -19,18 +19,19 @@ from opd_core.serving.readiness import PROBE_TIMEOUT_S
 from opd_core.serving.servers import Server, student_servers
 from opd_core.training.files import SAMPLERS_FILE
 from tasks.console import announce, warn
+from tasks.names import awaiting_samplers, of_session, starting_samplers
 from tasks.servers import await_again, await_start, death, start_again, start_server
 from tasks.session import Session
 
 
-@task(name="start samplers", cache_policy=NO_CACHE)
+@task(name="start samplers", task_run_name=of_session(starting_samplers), cache_policy=NO_CACHE)
 def start_samplers(session: Session) -> None:
     """Start the student's servers, if servers sample; they load while the teachers do."""
     for server in student_servers(session.run.config):
         start_server(session, server)
 
 
-@task(name="wait for samplers", cache_policy=NO_CACHE)
+@task(name="wait for samplers", task_run_name=of_session(awaiting_samplers), cache_policy=NO_CACHE)
 def await_samplers(session: Session) -> None:
     """Wait until all are healthy, and tell the training job where they answer.
 

@@ -118,6 +118,7 @@ def _launch(session: Session, server: Server) -> Server:
             cwd=session.run.directory,
             log=session.run.log(server.child),
             stop_order=STOP_LAST if server.teacher else STOP_FIRST,
+            secrets=session.secrets,
         )
     )
     session.servers[server.child] = server

@@ -50,8 +50,8 @@ class Session:
 
     ``servers`` are those that the run started, with their present ports, by the name of their
     process. Of the student's, ``loading`` are those that were started again and not seen well
-    since, ``given_up`` those that are not started again any more. ``shipping`` tells how far the
-    journal has got.
+    since, ``given_up`` those that are not started again any more. ``secrets`` are what servers'
+    environments refer to, by reference. ``shipping`` tells how far the journal has got.
     """
 
     run: RunRecord
@@ -66,6 +66,7 @@ class Session:
     loading: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)
     job_restarts: int = 0
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
     seconds: dict[str, float] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     shipping: Callable[[], ShippingReport | None] = lambda: None
@@ -129,9 +130,9 @@ class Session:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time one stage."""
+        """Time one stage; one that is entered again adds to it."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

@@ -10,14 +10,17 @@ from typing import Any, Self
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from opd_core.errors import DataError, TrainingError
+from opd_core.errors import ClusterLost, DataError, ServingError, TrainingError
 from opd_core.lifecycle.logs import log_tail
 from opd_core.tracking.journal import JournalReader, JournalRecord
 from opd_core.training.files import JOURNAL_FILE, PHASE_FILE, RESULT_FILE, SCORING_FILE
 from opd_core.training.jobs import ENDED, HTTP_ERRORS, StudentJob, connect_jobs, next_job
 from opd_core.training.results import RunResult, read_result
 from opd_core.whole_file import write_whole
+from tasks.cluster import HEAD, head_is_dead, start_head
 from tasks.console import TrainingProgress, announce, warn
+from tasks.ending import keep_ray_logs
+from tasks.names import of_session, training
 from tasks.samplers import revive_samplers
 from tasks.session import Session
 from tasks.watch import ServerWatch
@@ -29,14 +32,51 @@ FAILED_POLLS = 10
 """So many status calls in a row may fail before the cluster is given up."""
 
 
-@task(name="train student", cache_policy=NO_CACHE)
 def train_student(session: Session) -> None:
     """Run the training job; its result is then in the run directory. A job that dies is started
-    again, at most ``training.max_restarts`` times; the servers stay up meanwhile.
+    again, also on another Ray head if that died, at most ``training.max_restarts`` times; the
+    servers stay up meanwhile.
 
     Raises :class:`TrainingError` with the driver's own reason, or the tail of its log. Whatever is
     raised, the session ends the job.
     """
+    retries = session.run.config.training.max_restarts
+    try_training.with_options(retries=retries, retry_condition_fn=_has_lost_its_cluster)(session)
+
+
+def _has_lost_its_cluster(_task: Any, _task_run: Any, state: Any) -> bool:
+    return isinstance(state.data, ClusterLost)
+
+
+@task(name="train student", task_run_name=of_session(training), cache_policy=NO_CACHE)
+def try_training(session: Session) -> None:
+    """Prefect tries it again after a :class:`ClusterLost`: in this process, so with this session
+    and its servers."""
+    if session.job_restarts:
+        _renew_cluster(session)
+    try:
+        _train_on_cluster(session)
+    except (ClusterLost, ServingError) as error:
+        died = head_is_dead(session)
+        if not (died or isinstance(error, ClusterLost)):
+            raise
+        short = "the run's Ray head died" if died else str(error)
+        _check_restarts(session, short, str(error))
+        session.job_restarts += 1
+        raise ClusterLost(str(error)) from None
+
+
+def _renew_cluster(session: Session) -> None:
+    """A new head in place of the run's own, which is ended with all that ran on it; an existing
+    cluster may have come back. A job that ended in the middle may have left servers unfit."""
+    if session.cluster.owned:
+        session.stop(HEAD)
+        keep_ray_logs(session)
+        start_head(session)
+    revive_samplers(session)
+
+
+def _train_on_cluster(session: Session) -> None:
     with session.stage("cluster_wait"):
         client = connect_jobs(
             session.cluster.address,
@@ -98,14 +138,16 @@ def _tell_restart(session: Session, result: RunResult | None, status: str) -> No
         restartable = result.restartable
     if not restartable:
         raise TrainingError(said)
+    _check_restarts(session, f"the student's job died ({short})", said)
+
+
+def _check_restarts(session: Session, short: str, said: str) -> None:
+    """Tell that the job is started again. Raises :class:`TrainingError` if it may not be."""
     limit, done = session.run.config.training.max_restarts, session.job_restarts
     if done >= limit:
         again = f"the job was started again {done} times already (training.max_restarts)"
         raise TrainingError(f"{said}\n{again}")
-    warn(
-        f"the student's job died ({short}); starting it again from its last checkpoint, "
-        f"{done + 1} of {limit}"
-    )
+    warn(f"{short}; starting it again from its last checkpoint, {done + 1} of {limit}")
 
 
 def save_log(session: Session, job: StudentJob) -> None:
@@ -179,4 +221,4 @@ class _Follower:
         except HTTP_ERRORS as error:
             self._failed += 1
             if self._failed >= FAILED_POLLS:
-                raise TrainingError(f"Ray no longer answers: {error}") from None
+                raise ClusterLost(f"Ray no longer answers: {error}") from None

@@ -27,6 +27,7 @@ from opd_core.training.attempts import check_external_teachers
 from opd_core.training.files import TEACHERS_FILE
 from opd_core.whole_file import write_whole
 from tasks.console import announce, warn
+from tasks.names import awaiting_teachers, of_session, starting_teachers
 from tasks.servers import await_again, await_start, start_again, start_server
 from tasks.session import Session
 
@@ -35,7 +36,7 @@ SERVED_BY = {"dtype", "tp_size", "extra_args", "env", "python"}
 """Settings of a launch that may change a frozen model's numbers."""
 
 
-@task(name="start teachers", cache_policy=NO_CACHE)
+@task(name="start teachers", task_run_name=of_session(starting_teachers), cache_policy=NO_CACHE)
 def start_teachers(session: Session) -> None:
     """Start every teacher server that the recipe launches; fill in where each replica answers."""
     opd = session.run.config.opd
@@ -55,7 +56,7 @@ def start_teachers(session: Session) -> None:
     session.replace_teachers(tuple(placed))
 
 
-@task(name="wait for teachers", cache_policy=NO_CACHE)
+@task(name="wait for teachers", task_run_name=of_session(awaiting_teachers), cache_policy=NO_CACHE)
 def await_teachers(session: Session) -> None:
     """Wait until every replica is healthy, then prove that it scores.
 

@@ -50,14 +50,22 @@ class Tracker:
     def __init__(self, run: RunRecord, shipper: Shipper) -> None:
         self._run = run
         self._shipper = shipper
+        self._opened: list[MlflowSink] = []
         self._finished = False
         self.lacking: tuple[str, ...] = ("tracking is not at its end",)
 
     @classmethod
     def start(cls, run: RunRecord) -> Tracker:
         """Start shipping in the background; returns at once."""
-        sink = partial(MlflowSink, mlflow_run(run, over=False))
-        return cls.through(run, sink if run.config.tracking.mlflow else None)
+        kept, opened = mlflow_run(run, over=False), list[MlflowSink]()
+
+        def sink() -> MlflowSink:
+            opened.append(MlflowSink(kept))
+            return opened[-1]
+
+        tracker = cls.through(run, sink if run.config.tracking.mlflow else None)
+        tracker._opened = opened
+        return tracker
 
     @classmethod
     def through(cls, run: RunRecord, mlflow: SinkFactory | None) -> Tracker:
@@ -77,6 +85,12 @@ class Tracker:
         """MLflow's id of the run, once it has one."""
         sink = self.report().sinks.get("mlflow")
         return sink.reference if sink else None
+
+    def place(self) -> tuple[str, str]:
+        """MLflow's ids of the run and of its experiment; empty until it has them."""
+        for sink in self._opened:
+            return sink.run_id, sink.experiment_id
+        return "", ""
 
     def report(self) -> ShippingReport:
         """What has arrived by now."""

@@ -65,9 +65,9 @@ ENDINGS = (
         survived=True,
     ),
     Ending("kill-actor", "SIGKILL to the training actor", survived=True),
-    Ending("kill-ray-head", "SIGKILL to the Ray head's first process"),
-    Ending("kill-raylet", "SIGKILL to the raylet"),
-    Ending("kill-gcs", "SIGKILL to Ray's control store"),
+    Ending("kill-ray-head", "SIGKILL to the Ray head's first process", survived=True),
+    Ending("kill-raylet", "SIGKILL to the raylet", survived=True),
+    Ending("kill-gcs", "SIGKILL to Ray's control store", survived=True),
 )
 
 

@@ -42,6 +42,7 @@ from opd_core.training.files import (
     SUMMARY_FILE,
     TOKEN_KL_FOLDER,
 )
+from opd_core.training.links import read_links
 from opd_core.whole_file import write_whole
 
 PAIR_CHECK_FILE = "pair_check.json"
@@ -87,6 +88,7 @@ def build_report(directory: Path) -> str:
         summary=summary,
         status=summary.get("status", "not ended"),
         tone=TONES.get(str(summary.get("status")), "bad" if summary else "note"),
+        pages=_pages(directory),
         error=clipped(str(summary.get("error") or ""), MAX_TEXT),
         facts=_made(SUMMARY_FILE, lambda: head_facts(run)),
         findings=_findings(run),
@@ -107,6 +109,12 @@ def build_report(directory: Path) -> str:
         attempts=_made(PROVENANCE_FILE, lambda: attempts_said(run.provenance)[-MAX_ITEMS:]),
     )
     return page.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs
+
+
+def _pages(directory: Path) -> dict[str, str]:
+    """Where else the run is shown, by name."""
+    pages = read_links(directory).pages.items()
+    return {name: url for name, url in pages if url.startswith(("http://", "https://"))}
 
 
 def _made(file: str, make: Callable[[], Any]) -> Section:

@@ -32,6 +32,12 @@ class RayConfig(Frozen):
     @field_validator("address")
     @classmethod
     def _http_address(cls, value: str | None) -> str | None:
+        if set("@?#") & set(value or ""):  # not repeated: what stands there may be a secret
+            raise ValueError(
+                "the address may hold scheme, host, port and path only, as everybody can read it: "
+                "a cluster that wants a token is told it by RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN_PATH=FILE in the environment of the flow, which Ray's client reads"
+            )
         if value is not None and not is_http_url(value):
             raise ValueError(
                 f"the student is submitted over Ray's Jobs API: expected the dashboard's URL "

@@ -38,7 +38,10 @@ class ServerConfig(Frozen):
         3, ge=0, description="Times in a run that a dead, hung or changed server is started again"
     )
     extra_args: Arguments = Field((), description="Appended to the server's command line")
-    env: Environment = Field(default_factory=dict, description="Added to its environment")
+    env: Environment = Field(
+        default_factory=dict,
+        description="Added to its environment; a secret as env:NAME or block:NAME",
+    )
 
 
 class LaunchConfig(ServerConfig):

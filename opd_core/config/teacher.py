@@ -17,9 +17,8 @@ from pydantic import (
 )
 
 from opd_core.config.serving import Backend, LaunchConfig
-from opd_core.config.values import Endpoint, Frozen, Name
+from opd_core.config.values import KEY_REFERENCE, Endpoint, Frozen, Name
 
-KEY_REFERENCE = re.compile(r"(env|block):[A-Za-z_][\w.-]*")
 LOOPBACK = ("127.0.0.1", "localhost")
 
 

@@ -11,6 +11,19 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+KEY_REFERENCE = re.compile(r"(env|block):[A-Za-z_][\w.-]*")
+"""Where a secret is kept: an environment variable, or a Prefect Secret block."""
+SECRET_WORD = re.compile(
+    r"(?i)(?:^|[_-])(?:\w*(?:token|secret|password|passwd|passphrase|credentials?)|(?:api|access|private|secret)?key|auth)"
+    r"(?=$|[_-]|\d)"
+)
+NO_SECRET = re.compile(r"(?i)[_-](?:file|path|dir|id|num|size|len|count|map|mode)$")
+SWITCH = re.compile(r"(?i)|true|false|yes|no|on|off|[01]")
+URL_PASSWORD = re.compile(r"://[^/?#\s]*:[^/?#\s]*@")
+KEY_SHAPE = re.compile(
+    r"(?:hf_|sk-|ghp_|github_pat_|glpat-|AKIA|xox[abp]-)[\w-]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+"""How the keys of well-known services begin."""
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 DEVICE = re.compile(r"cpu(:(0|[1-9]\d*))?|0|[1-9]\d*|GPU-[\w-]+|MIG-[\w-]+")
 OWNED_FLAGS = {
@@ -121,6 +134,17 @@ def _endpoint(value: str) -> str:
     return value.rstrip("/")
 
 
+def names_a_secret(name: str) -> bool:
+    """Whether a variable or a flag of this name holds a secret: ``HF_TOKEN``, ``--ssl-password``;
+    not ``TOKENIZERS_PARALLELISM``, ``SSL_KEY_FILE`` or ``--max-prefill-token-num``."""
+    return bool(SECRET_WORD.search(name)) and not NO_SECRET.search(name)
+
+
+def shows_a_secret(value: str) -> bool:
+    """Whether a value is one on the face of it: a password in a URL, a key of a known shape."""
+    return bool(URL_PASSWORD.search(value) or KEY_SHAPE.search(value))
+
+
 def _extra_args(values: tuple[str, ...]) -> tuple[str, ...]:
     owned = sorted(OWNED_FLAGS & {value.partition("=")[0] for value in values})
     if owned:
@@ -128,6 +152,16 @@ def _extra_args(values: tuple[str, ...]) -> tuple[str, ...]:
             f"{', '.join(owned)} cannot stand here: the address is 127.0.0.1, the port belongs in "
             "launch.port or the endpoint, and a key in api_key (command lines are public)"
         )
+    for number, value in enumerate(values):
+        flag, given, inside = value.partition("=")
+        following = inside if given else "".join(values[number + 1 : number + 2])
+        named = flag.startswith("-") and names_a_secret(flag) and not SWITCH.fullmatch(following)
+        if (named and not following.startswith("-")) or shows_a_secret(value):
+            raise ValueError(
+                f"{flag if named else f'argument {number}'} looks like a secret, and command lines "
+                "are public: give it to the server in an environment variable, as env: "
+                "{NAME: env:NAME} or {NAME: block:NAME}"
+            )
     return values
 
 
@@ -135,6 +169,14 @@ def _environment(values: dict[str, str]) -> dict[str, str]:
     for name, instead in OWNED_VARIABLES.items():
         if name in values:
             raise ValueError(f"{name} cannot stand here: write {instead}")
+    for name, value in values.items():
+        named = names_a_secret(name) and not SWITCH.fullmatch(value)
+        if (named or shows_a_secret(value)) and not KEY_REFERENCE.fullmatch(value):
+            raise ValueError(
+                f"{name} looks like a secret, which is never written in a recipe: name where it is "
+                f"kept, as {name}: env:NAME (environment variable) or block:NAME (Prefect Secret "
+                "block)"
+            )
     return values
 
 
@@ -149,4 +191,5 @@ ImportPath = Annotated[str, AfterValidator(_import_path)]
 Devices = Annotated[tuple[Text, ...], Field(min_length=1), AfterValidator(_devices)]
 Arguments = Annotated[tuple[Text, ...], AfterValidator(_extra_args)]
 Environment = Annotated[dict[str, Text], AfterValidator(_environment)]
+"""A value that is a reference, ``env:NAME`` or ``block:NAME``, is looked up when a run starts."""
 Beta = Annotated[float, Field(ge=0, lt=1)]

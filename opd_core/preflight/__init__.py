@@ -11,6 +11,7 @@ once. Nothing here starts a server or takes a device.
 ``rows``     the data, the functions that judge it, and the sequences of the scoring proof
 ``servers``  what the teacher servers need: an interpreter, a port
 ``machine``  devices, disk, shared memory
+``reuse``    whether the files and settings are those of an earlier check
 ``report``   what was found
 """
 
@@ -24,12 +25,16 @@ from opd_core.preflight.facts import ModelFacts, load_tokenizer, read_model_fact
 from opd_core.preflight.machine import check_devices, check_room
 from opd_core.preflight.models import check_models
 from opd_core.preflight.report import PreflightReport
+from opd_core.preflight.reuse import files_key
 from opd_core.preflight.rows import check_data, check_functions
 from opd_core.preflight.servers import check_servers
 from opd_core.training.stopping import why_never
 
 __all__ = [
     "run_preflight",
+    "check_files",
+    "check_machine",
+    "files_key",
     "PreflightReport",
     "PairCard",
     "CardRow",
@@ -40,14 +45,27 @@ __all__ = [
 
 def run_preflight(config: ExperimentConfig) -> PreflightReport:
     """Check models, tokenizers, data, devices, ports, disk and memory against the configuration."""
+    report = check_files(config)
+    check_machine(config, report)
+    return report
+
+
+def check_files(config: ExperimentConfig) -> PreflightReport:
+    """What depends on nothing but the files of models and data, and the settings that
+    :func:`files_key` knows: the same again as long as they are the same."""
     report = PreflightReport()
     tokenizers = functools.cache(load_tokenizer)
     check_models(config, report, tokenizers)
     check_data(config, report, tokenizers)
+    return report
+
+
+def check_machine(config: ExperimentConfig, report: PreflightReport) -> None:
+    """Add what may be another thing the next time: code that is imported, servers, ports, devices,
+    room. ``report`` is that of :func:`check_files`."""
     if never := why_never(config):
         report.problems.append(never)
-    check_functions(config, report, tokenizers)
+    check_functions(config, report, functools.cache(load_tokenizer))
     check_servers(config, report)
     check_devices(config, report)
     check_room(config, report)
-    return report

@@ -1,4 +1,4 @@
-"""The machine: devices that exist and are free, room on disk and in shared memory."""
+"""The machine: devices that exist, are free and large enough, room on disk and in shared memory."""
 
 from __future__ import annotations
 
@@ -8,19 +8,31 @@ from pathlib import Path
 
 from opd_core.config import ExperimentConfig
 from opd_core.lifecycle.gpu_memory import Gpu, read_gpus
-from opd_core.preflight.facts import ModelFacts
+from opd_core.planning.cards import Cards, read_cards
+from opd_core.planning.files import WEIGHTS_ON_DISK, checkpoints, served_bytes
+from opd_core.planning.memory import estimate
+from opd_core.planning.plan import device_name
+from opd_core.planning.shapes import shape_on_disk
 from opd_core.preflight.report import PreflightReport
 from opd_core.serving.servers import teacher_servers
 
 BUSY_GPU_MIB = 1024
 """Memory in use on a device above this is somebody else's work (a bare context takes less)."""
-WEIGHTS_ON_DISK = 2
-"""Copies of the student that lie on their way to its servers: the one in use, and the next."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def check_devices(config: ExperimentConfig, report: PreflightReport) -> None:
-    """Every GPU that is named exists, holds nobody's memory, is given once, and is of use."""
+    """Every GPU that is named exists, holds nobody's memory, is given once, and is of use; and
+    every device of this host has the memory that a run needs on it, by the estimate of `opd
+    plan`."""
+    _check_gpus(config, report)
+    any_gpu = any(_gpus(config.leased_devices))
+    # A model that is not here is told by the model check.
+    for device in estimate(config, read_cards() if any_gpu else Cards(), shape_on_disk):
+        report.problems += [f"{device_name(device)}: {problem}" for problem in device.problems]
+
+
+def _check_gpus(config: ExperimentConfig, report: PreflightReport) -> None:
     if config.shares_gpus and (idle := config.training_gpus - config.training.actors) > 0:
         report.warnings.append(
             f"student.devices: nothing trains on {idle} of the {config.training_gpus} GPUs, which "
@@ -78,8 +90,8 @@ def lock_names(devices: Sequence[str]) -> tuple[str, ...]:
 def check_room(config: ExperimentConfig, report: PreflightReport) -> None:
     """The checkpoints and the weights on their way to servers fit on disk, and Ray's object store
     in shared memory."""
-    number, size = _checkpoints(config, report)
     saved = report.student.fp32_bytes if report.student else 0
+    number, size = checkpoints(config, saved)
     on_their_way = _on_their_way(config, report)
     needed = saved + number * size + 2**28
     told = (
@@ -138,7 +150,7 @@ def _on_their_way(config: ExperimentConfig, report: PreflightReport) -> int:
         return 0
     if config.sampling.sync_by != "disk":
         return 0
-    return WEIGHTS_ON_DISK * _served_bytes(config, report.student)
+    return WEIGHTS_ON_DISK * served_bytes(config, report.student.fp32_bytes)
 
 
 def _lent(config: ExperimentConfig, report: PreflightReport) -> int:
@@ -153,24 +165,8 @@ def _lent(config: ExperimentConfig, report: PreflightReport) -> int:
 
     text = AutoConfig.from_pretrained(student.path, local_files_only=True).get_text_config()
     embedding = student.vocab_size * int(text.hidden_size) * _bytes_per_weight(config)
-    return min(_served_bytes(config, student), max(BUCKET_BYTES, embedding))
-
-
-def _served_bytes(config: ExperimentConfig, student: ModelFacts) -> int:
-    """Size of the weights as servers read them, in the student's dtype."""
-    return student.fp32_bytes * _bytes_per_weight(config) // 4
+    return min(served_bytes(config, student.fp32_bytes), max(BUCKET_BYTES, embedding))
 
 
 def _bytes_per_weight(config: ExperimentConfig) -> int:
     return 4 if config.student.dtype == "float32" else 2
-
-
-def _checkpoints(config: ExperimentConfig, report: PreflightReport) -> tuple[int, int]:
-    """How many checkpoints lie on disk at once, one being written, and the bytes of each: fp32
-    weights with both of Adam's moments (of a LoRA student the adapters, which weigh little), and
-    the export."""
-    if report.student is None or not config.training.checkpoint_every:
-        return 0, 0
-    state = 0 if config.student.lora is not None else 3
-    copies = state + config.training.export_checkpoints
-    return config.training.keep_checkpoints + 1, copies * report.student.fp32_bytes

@@ -25,6 +25,7 @@ from opd_core.tracking.sink import Artifact, Ending, RunStatus
 KIND_TAG, DIRECTORY_TAG = "opd.kind", "opd.run_directory"
 RUN_TAG = "opd.run_id"
 """The tag by which a run is found again; give it in ``MlflowRun.tags``."""
+DESCRIPTION_TAG = "mlflow.note.content"
 COMPLETE_TAG = "opd.complete"
 """``true`` once a run has all that its ending names."""
 
@@ -42,7 +43,8 @@ class MlflowRun:
     """Which run to create, or to go on with: one that carries the same ``opd.run_id`` tag in the
     experiment is taken up again. ``artifact_root`` is used when the experiment is created; None
     leaves it to the server. ``began_at_s`` is its start in unix time, None is now; a run that is
-    ``over`` is not called running again."""
+    ``over`` is not called running again. ``description`` is shown above the run; one that is there
+    already stays, since a person may have written it."""
 
     tracking_uri: str
     artifact_root: Path | None
@@ -52,6 +54,7 @@ class MlflowRun:
     tags: Mapping[str, str]
     began_at_s: float | None = None
     over: bool = False
+    description: str = ""
 
 
 def tracking_uri(config: TrackingConfig, run_root: Path) -> str:
@@ -159,7 +162,7 @@ class MlflowSink:
         self._run = found or self._client.create_run(
             experiment_id,
             start_time=_milliseconds(run.began_at_s),
-            tags=_accepted(run.tags, MAX_TAG_LENGTH),
+            tags=_accepted(_with_description(run), MAX_TAG_LENGTH),
             run_name=run.run_name,
         )
         self._in_doubt = found is not None
@@ -176,6 +179,11 @@ class MlflowSink:
     def run_id(self) -> str:
         """MLflow's id of the run."""
         return str(self._run.info.run_id)
+
+    @property
+    def experiment_id(self) -> str:
+        """MLflow's id of its experiment."""
+        return str(self._run.info.experiment_id)
 
     @property
     def reference(self) -> str:
@@ -338,6 +346,10 @@ def _tagged(client: Any, experiment_id: str, tag: str) -> list[Any]:
     """The oldest first."""
     wanted = f"tags.`{RUN_TAG}` = '{tag}'"
     return list(client.search_runs([experiment_id], wanted, order_by=["attributes.start_time ASC"]))
+
+
+def _with_description(run: MlflowRun) -> dict[str, str]:
+    return dict(run.tags) | ({DESCRIPTION_TAG: run.description} if run.description else {})
 
 
 def _milliseconds(time_s: float | None) -> int | None:

@@ -35,6 +35,7 @@ from opd_core.training.files import (
     ATTEMPTS_FOLDER,
     BATCHES_FOLDER,
     CONFIG_FILE,
+    LINKS_FILE,
     LOGS_FOLDER,
     MODEL_CARD_FILE,
     PHASE_FILE,
@@ -61,6 +62,7 @@ OF_ONE_ATTEMPT = (
     SAMPLERS_FILE,
     SCORING_FILE,
     PHASE_FILE,
+    LINKS_FILE,
     LOGS_FOLDER,
     # Last: while it is there, a move that was broken off can be taken up again.
     LEDGER_FILE,

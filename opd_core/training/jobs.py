@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from opd_core.errors import ServingError, TrainingError
+from opd_core.errors import ClusterLost, ServingError, TrainingError
 
 POLL_S = 0.5
 STOP_S = 30.0
@@ -29,15 +29,15 @@ class StudentJob:
     job_id: str
 
     def submit(self, interpreter: str, run_dir: str) -> None:
-        """Submit the driver of the run in ``run_dir``. Raises :class:`TrainingError`.
+        """Submit the driver of the run in ``run_dir``. Raises :class:`ClusterLost`.
 
         No key travels with it: Ray keeps and shows a job's environment.
         """
-        entrypoint = shlex.join([interpreter, "-m", "opd_core.training.driver", run_dir])
+        entrypoint = shlex.join(job_command(interpreter, run_dir))
         try:
             self.client.submit_job(entrypoint=entrypoint, submission_id=self.job_id)
         except HTTP_ERRORS as error:
-            raise TrainingError(f"the Ray cluster did not take the job: {error}") from None
+            raise ClusterLost(f"the Ray cluster did not take the job: {error}") from None
 
     def status(self) -> str:
         """``PENDING``, ``RUNNING``, ``SUCCEEDED``, ``FAILED`` or ``STOPPED``."""
@@ -61,11 +61,17 @@ class StudentJob:
         return True
 
 
+def job_command(interpreter: str, run_dir: str) -> tuple[str, ...]:
+    """The driver of the run in ``run_dir``."""
+    return interpreter, "-m", "opd_core.training.driver", run_dir
+
+
 def next_job(client: Any, run_id: str) -> StudentJob:
     """The run's next job, under an id that this cluster has not seen: ``<run_id>``, ``<run_id>-2``…
 
     An earlier one that still runs (its flow was killed, on a cluster that lives on) is stopped: two
-    drivers would write into one run directory. Raises :class:`TrainingError`.
+    drivers would write into one run directory. Raises :class:`TrainingError` if it does not end,
+    :class:`ClusterLost`.
     """
     number = 1
     job = StudentJob(client, run_id)
@@ -79,7 +85,7 @@ def next_job(client: Any, run_id: str) -> StudentJob:
             number += 1
             job = StudentJob(client, f"{run_id}-{number}")
     except HTTP_ERRORS as error:
-        raise TrainingError(f"the Ray cluster's jobs cannot be asked for: {error}") from None
+        raise ClusterLost(f"the Ray cluster's jobs cannot be asked for: {error}") from None
     return job
 
 

@@ -74,7 +74,7 @@ def test_all_problems_are_told_and_refuse() -> None:
 def test_a_key_in_a_prefect_block_is_left_to_the_run() -> None:
     done = check("tiny", "--set", "opd.teachers.0.api_key=block:teacher-key")
     assert done.exit_code == 0
-    assert "its key is in a Prefect block, which is looked up when the run starts" in done.stdout
+    assert "a Prefect block, which is looked up when the run starts" in done.stdout
 
 
 def test_json_holds_problems_warnings_and_cards(thinking_teacher: str) -> None:

@@ -15,6 +15,11 @@ from opd_core.lifecycle.registry import RegisteredRun, Registry
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = [
+    "dapo_math_qwen3_8b",
+    "dapo_math_qwen3_8b_80gb",
+    "dapo_math_qwen3_8b_lmdeploy",
+    "dapo_math_qwen3_8b_mixed",
+    "dapo_math_qwen3_8b_two_nodes",
     "smollm2_heal",
     "tiny",
     "tiny_calculator",
@@ -121,6 +126,6 @@ def test_the_page_of_settings_is_the_configurations_own() -> None:
     assert done.stdout == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", ["run", "check", "prepare", "reap", "recipes", "settings"])
+@pytest.mark.parametrize("command", ["run", "check", "plan", "prepare", "reap", "recipes", "settings"])
 def test_every_command_explains_itself(command: str) -> None:
     assert "Usage" in opd(command, "--help").stdout

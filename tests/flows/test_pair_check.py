@@ -18,14 +18,15 @@ FLOW = """
 import sys
 from prefect import flow
 from opd_core.recipe import load_recipe
-from tasks.environment import check_environment, show_cards
+from tasks.checks import check_environment, check_files, show_cards
 
 def refuse(*arguments):
     raise RuntimeError("the API is away")
 
 @flow
 def checks(overrides: list[str]):
-    report = check_environment(load_recipe("deployments/recipes/tiny.yaml", overrides))
+    config = load_recipe("deployments/recipes/tiny.yaml", overrides)
+    report = check_environment(config, check_files(config))
     show_cards(report, refuse)
 
 checks([])

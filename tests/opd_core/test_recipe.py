@@ -10,7 +10,7 @@ import pytest
 
 from opd_core.config import ExperimentConfig
 from opd_core.errors import ConfigError
-from opd_core.recipe import cache_dir, load_recipe, parse_config
+from opd_core.recipe import cache_dir, find_recipe, load_recipe, parse_config
 
 RECIPE = """\
 name: test
@@ -314,6 +314,22 @@ def test_two_variables_are_the_defaults_of_the_devices(tmp_path: Path) -> None:
     assert (config.student.devices, launched_on(config)) == (("0", "1"), [("7",)])
 
 
+@pytest.mark.parametrize(("said", "devices"), [({}, ("0", "1")), ({"MINE": "4"}, ("4",))])
+def test_a_recipe_may_say_what_holds_without_a_variable(
+    tmp_path: Path, said: dict[str, str], devices: tuple[str, ...]
+) -> None:
+    config = load(tmp_path, "student.devices=$MINE:-0,1", environ=said)
+    assert config.student.devices == devices
+
+
+def test_the_dapo_recipe_takes_the_devices_of_the_two_variables() -> None:
+    environ = {"STUDENT_CUDA_VISIBLE_DEVICES": "4,5,6,3", "TEACHER_CUDA_VISIBLE_DEVICES": "1"}
+    recipe = find_recipe("dapo_math_qwen3_8b")
+    named, plain = load_recipe(recipe, environ=environ), load_recipe(recipe, environ={})
+    assert (named.student.devices, launched_on(named)) == (("4", "5", "6", "3"), [("1",)])
+    assert (plain.student.devices, launched_on(plain)) == (("0", "1", "2", "3"), [("7",)])
+
+
 def test_an_empty_variable_means_the_cpu(tmp_path: Path) -> None:
     environ = {"STUDENT_CUDA_VISIBLE_DEVICES": "", "TEACHER_CUDA_VISIBLE_DEVICES": ""}
     config = load(tmp_path, environ=environ)
@@ -332,7 +348,7 @@ def test_a_variable_may_repeat_the_recipe(tmp_path: Path, written: str) -> None:
     [
         ("student.devices=[0]", "STUDENT_CUDA_VISIBLE_DEVICES", "student.devices"),
         ("student.devices=[2, 1]", "STUDENT_CUDA_VISIBLE_DEVICES", "student.devices"),
-        ("student.devices='1,2'", "STUDENT_CUDA_VISIBLE_DEVICES", "student.devices"),
+        ("student.devices='2,1'", "STUDENT_CUDA_VISIBLE_DEVICES", "student.devices"),
         ("opd.teachers.0.launch.devices=[0]", "TEACHER_CUDA_VISIBLE_DEVICES", "launch.devices"),
     ],
 )
@@ -369,6 +385,36 @@ def test_the_teachers_variable_means_nothing_without_a_launched_teacher(tmp_path
     assert launched_on(load(tmp_path, text=external, environ=environ)) == []
     without = ("opd=null", "task.group_size=2", "task.judge=m:f")
     assert load(tmp_path, *without, environ=environ).opd is None
+
+
+PLACES = {"OPD_RUNS": "/shared/runs", "MLFLOW_TRACKING_URI": "http://mlflow:5000"}
+
+
+def places(config: ExperimentConfig) -> tuple[str, str | None]:
+    return config.run.root, config.tracking.mlflow_uri
+
+
+def test_variables_are_the_defaults_of_where_runs_and_metrics_go(tmp_path: Path) -> None:
+    assert places(load(tmp_path, environ=PLACES)) == ("/shared/runs", "http://mlflow:5000")
+
+
+def test_a_recipe_that_names_its_places_keeps_them(tmp_path: Path) -> None:
+    named = load(tmp_path, "run.root=here", "tracking.mlflow_uri=null", environ=PLACES)
+    assert places(named) == ("here", None)
+
+
+def test_a_resolved_recipe_keeps_its_places_whatever_the_environment_says(tmp_path: Path) -> None:
+    resolved = load(tmp_path, environ={}).resolved()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(resolved))
+    assert places(load_recipe(file, environ=PLACES)) == ("runs", None)
+
+
+def test_a_password_in_the_variable_is_refused_as_one_in_the_recipe(tmp_path: Path) -> None:
+    environ = {"MLFLOW_TRACKING_URI": "http://me:secret@mlflow:5000"}
+    said = refusal(tmp_path, environ=environ)
+    assert "MLFLOW_TRACKING_PASSWORD" in said
+    assert "secret" not in said
 
 
 @pytest.mark.parametrize("wrong", ["opd=5", "opd.teachers=5", "opd.teachers=[5]", "student=x"])

@@ -76,7 +76,7 @@ COMMAND_LINE = (
         exits=1,
     ),
     Cell("kill-supervisor", "supervisor died", FAILED, exits=1),
-    Cell("kill-ray-head", "ServingError", FAILED, exits=1),
+    Cell("kill-ray-head", "TrainingError", FAILED, settings=NO_RESTART, exits=1),
     Cell("kill-raylet", "(Serving|Training)Error", FAILED, settings=NO_RESTART, exits=1),
     Cell("kill-gcs", "(Serving|Training)Error", FAILED, settings=NO_RESTART, exits=1),
     Cell("kill-actor", "KeyboardInterrupt", INTERRUPTED, survived=True),

@@ -14,6 +14,7 @@ import pytest
 
 from opd_core.analysis.report import build_report, write_report
 from opd_core.errors import ConfigError
+from opd_core.training.links import Links
 from opd_core.training.token_kl import read_token_kl, write_token_kl
 from tests.opd_core.analysis.run_builder import RunBuilder
 
@@ -262,3 +263,12 @@ def test_the_page_says_what_the_teacher_does_and_what_the_whiskers_are(run: Path
     text = text_of(build_report(run))
     assert "the teacher&#39;s term pushes it down" in text or "the teacher's term pushes" in text
     assert "The thin lines are ± one standard error" in text
+
+
+def test_the_head_links_the_runs_pages_and_nothing_that_is_no_page(run: Path) -> None:
+    assert "Shown in" not in build_report(run)
+    Links("http://prefect:4200/runs/x", "http://mlflow:5000/#/a", "javascript:x").write(run)
+    html = build_report(run)
+    assert '<a href="http://prefect:4200/runs/x">Prefect run</a>' in html
+    assert '<a href="http://mlflow:5000/#/a">MLflow run</a>' in html
+    assert "javascript:x" not in html

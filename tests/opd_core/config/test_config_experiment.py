@@ -55,7 +55,7 @@ def test_an_unknown_key_is_an_error_at_every_level() -> None:
         below = [levels(v, (*path, k)) for k, v in inside if isinstance(v, dict | list)]
         return [*([path] if isinstance(node, dict) else []), *chain.from_iterable(below)]
 
-    free = {"env", "data_source_teacher_map"}  # their keys are the user's own
+    free = {"env", "tags", "data_source_teacher_map"}  # their keys are the user's own
     whole = experiment(
         opd={**OPD, "teachers": [{"name": "teacher", "launch": LAUNCH, "backend": "embedded"}]}
     ).resolved()

@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from opd_core.config import LaunchConfig, OPDTeacherConfig, RayConfig, TaskSpecConfig
 
+SECRET = "not-to-be-seen"
+
 # ------------------------------------------------------------------ addresses and names
 
 
@@ -120,6 +122,75 @@ def test_extra_args_may_not_move_the_server_or_show_a_key(flag: str) -> None:
 def test_a_launchs_environment_may_not_say_what_a_field_says(name: str, instead: str) -> None:
     with pytest.raises(ValidationError, match=f"{name} cannot stand here: write .*{instead}"):
         LaunchConfig(model="/m", env={name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HF_TOKEN", SECRET),
+        ("hf_token", SECRET),
+        ("AWS_SECRET_ACCESS_KEY", SECRET),
+        ("WANDB_API_KEY", SECRET),
+        ("APIKEY2", SECRET),
+        ("DB_PASSWORD", SECRET),
+        ("PREFECT_API_AUTH_STRING", SECRET),
+        ("HTTPS_PROXY", f"http://me:{SECRET}@proxy:3128"),
+        ("HARMLESS", "hf_" + "a1B2" * 8),
+    ],
+)
+def test_a_secret_in_a_launchs_environment_is_a_reference(name: str, value: str) -> None:
+    with pytest.raises(ValidationError, match=f"{name} looks like a secret.* env:NAME") as caught:
+        LaunchConfig(model="/m", env={name: value})
+    assert value not in str(caught.value)
+    for reference in ("env:SOME_NAME", "block:some-name"):
+        assert LaunchConfig(model="/m", env={name: reference}).env == {name: reference}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "4096"),
+        ("SSL_KEY_FILE", "/etc/ssl/key.pem"),
+        ("RAY_AUTH_TOKEN_PATH", "/run/token"),
+        ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"),
+        ("MONKEY", "business"),
+        ("HTTPS_PROXY", "http://proxy:3128"),
+    ],
+)
+def test_what_only_sounds_like_a_secret_is_a_variable_like_any_other(name: str, value: str) -> None:
+    assert LaunchConfig(model="/m", env={name: value}).env == {name: value}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--hf-token", SECRET),
+        (f"--ssl-keyfile-password={SECRET}",),
+        ("--proxy", f"http://me:{SECRET}@proxy"),
+        ("--header", "Bearer sk-" + "a1B2" * 8),
+    ],
+)
+def test_a_secret_in_extra_args_is_sent_to_the_environment(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(
+        ValidationError, match=r"looks like a secret.* \{NAME: env:NAME\}"
+    ) as caught:
+        LaunchConfig(model="/m", extra_args=arguments)
+    assert SECRET not in str(caught.value)
+
+
+def test_flags_about_tokens_are_no_secrets() -> None:
+    arguments = ("--max-prefill-token-num", "8192", "--max-total-tokens", "9", "--trust", "sk-1")
+    assert LaunchConfig(model="/m", extra_args=arguments).extra_args == arguments
+
+
+@pytest.mark.parametrize(
+    "address", [f"http://me:{SECRET}@head:8265", f"http://head:8265?token={SECRET}"]
+)
+def test_an_address_of_ray_with_a_secret_is_refused_without_repeating_it(address: str) -> None:
+    with pytest.raises(ValidationError, match="RAY_AUTH_TOKEN_PATH") as caught:
+        RayConfig(address=address)
+    assert SECRET not in str(caught.value)
 
 
 def test_numbers_of_a_yaml_file_are_words_in_devices_arguments_and_environment() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from opd_core.config import Backend, LaunchConfig
+from opd_core.errors import ServingError
 from opd_core.lifecycle.records import ChildSpec
-from opd_core.serving.child import server_child
+from opd_core.serving.child import NO_SECRETS, server_child
 from opd_core.serving.servers import SamplingRole, Server
 
 KEY = "sk-not-to-be-seen"
@@ -21,7 +23,9 @@ def child(
     return order(Server("maths", number, backend, LaunchConfig(model="/models/m", **launch)), key)
 
 
-def order(server: Server, key: str | None = None) -> ChildSpec:
+def order(
+    server: Server, key: str | None = None, secrets: Mapping[str, str] = NO_SECRETS
+) -> ChildSpec:
     return server_child(
         server,
         port=13141,
@@ -29,6 +33,7 @@ def order(server: Server, key: str | None = None) -> ChildSpec:
         cwd=Path("/runs/one"),
         log=Path("/runs/one/teacher.log"),
         stop_order=7,
+        secrets=secrets,
     )
 
 
@@ -70,6 +75,17 @@ def test_it_runs_where_it_is_told_and_with_its_own_variables() -> None:
         Path("/runs/one/teacher.log"),
     )
     assert spec.env["LEVEL"] == "1"
+
+
+def test_what_its_environment_refers_to_is_there_and_not_in_the_ledger() -> None:
+    server = Server(
+        "maths", 0, "sglang", LaunchConfig(model="/models/m", env={"HF_TOKEN": "block:hf"})
+    )
+    spec = order(server, secrets={"block:hf": KEY})
+    assert spec.env["HF_TOKEN"] == KEY
+    assert KEY not in " ".join((*spec.argv, *spec.ledger_argv, repr(spec)))
+    with pytest.raises(ServingError, match=r"launch\.env\.HF_TOKEN: block:hf was not looked up"):
+        order(server)
 
 
 def test_one_that_samples_the_student_is_told_so() -> None:

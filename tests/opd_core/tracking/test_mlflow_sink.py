@@ -524,3 +524,17 @@ def test_a_run_that_is_taken_up_again_runs_again_and_tells_by_whom(shipped: Ship
     assert tracked.data.tags["prefect.flow_run_id"] == "the second"
     again.set_status("FINISHED")
     assert shipped.client.get_run(again.run_id).info.status == "FINISHED"
+
+
+def test_a_run_is_described_when_it_is_made_and_a_persons_own_words_stay(shipped: Shipped) -> None:
+    described = shipped.another("described", description="Its run in Prefect")
+    sink = MlflowSink(described)
+    assert sink.experiment_id == shipped.client.get_run(shipped.run_id).info.experiment_id
+
+    def said() -> str | None:
+        return shipped.client.get_run(sink.run_id).data.tags.get("mlflow.note.content")
+
+    assert said() == "Its run in Prefect"
+    sink.set_tags({"mlflow.note.content": "the good one"})
+    assert MlflowSink(described).run_id == sink.run_id
+    assert said() == "the good one"

@@ -176,7 +176,7 @@ async def test_training_stops_at_its_target_and_says_so(
     assert len(steps_of(tmp_path / "run")) == 3, "a run that reached its target is at its end"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trainer_killed_at_random_moments_ends_with_the_same_bits(
     student_dir: Path, data_dir: Path, teacher_url: str, tmp_path: Path
 ) -> None:

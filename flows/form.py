@@ -1,0 +1,82 @@
+"""What the run forms share: how Prefect draws a request, and texts that may hold no secret.
+
+The server checks a form against the request's JSON schema before it keeps anything, so what must
+never be kept is refused there already; the request checks it once more for whoever goes past it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from opd_core.config.values import KEY_SHAPE, URL_PASSWORD
+
+
+@dataclass(frozen=True)
+class Like:
+    """A text in which ``pattern`` is found. Whoever refuses another, the server or the request,
+    says what was expected in ``words`` and does not repeat the text, which may be a secret."""
+
+    pattern: str
+    words: str
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        # A plain pattern's message is the pattern and the text. This one's: "'words' was expected".
+        unlike = {"if": {"not": {"pattern": self.pattern}}, "then": {"const": self.words}}
+        return {**handler(schema), **unlike}
+
+    def _check(self, text: str) -> str:
+        if not re.search(self.pattern, text):
+            raise ValueError(f"expected {self.words}")
+        return text
+
+
+NAME = (
+    r"(?:(?i:token|secret|password|passwd|passphrase|credentials?|(?:api|access|private)[_-]?key)"
+    r"|KEY)"
+)
+HARMLESS = r"(?i:env:|block:|(?:null|true|false|yes|no|on|off|[01])\b)"
+GIVEN = rf"(?:{NAME}[\"']?\s*[:=]|--[\w-]{{0,40}}{NAME}[\"']?\s*,)"
+OPEN_SECRET = "|".join(
+    (
+        rf"{GIVEN}\s*[\"']?(?!{HARMLESS})[^\s\"',}}\]]",
+        URL_PASSWORD.pattern,
+        KEY_SHAPE.pattern,
+    )
+)
+"""A setting named like a secret whose value is no reference; a URL with a password; a known key."""
+NO_SECRET = rf"(?s)^(?!.*(?:{OPEN_SECRET}))"
+REFERENCES = "env:NAME or block:NAME in place of a key or password, which Prefect would show to all"
+
+Written = Annotated[str, Like(NO_SECRET, REFERENCES)]
+"""Text of a recipe, which Prefect keeps as it is."""
+Override = Annotated[str, Like(NO_SECRET + r"\s*[^\s=]+\s*=", f"KEY.PATH=VALUE; and {REFERENCES}")]
+"""One change to a recipe, ``KEY.PATH=VALUE``."""
+
+
+def _as_drawn(schema: dict[str, Any]) -> None:
+    """The fields in their order, which a database may lose, and what may be left out as one field
+    in place of a choice between it and nothing; the server takes its null."""
+    for position, field in enumerate(schema["properties"].values()):
+        field["position"] = position
+        if field.get("anyOf", ())[1:] == [{"type": "null"}]:
+            field |= field.pop("anyOf")[0]
+            del field["default"]
+
+
+FORM = ConfigDict(
+    extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_as_drawn
+)
+"""The configuration of a request."""
