@@ -1,6 +1,7 @@
 # make demo    set up, then run the tiny experiment (a few minutes on two CPU cores)
 # make test    set up, then run all tests
-# make test-long  whole runs that are killed again and again; runs from Prefect's UI, in a browser
+# make test-long  whole runs that are killed again and again
+# make test-operating  `opd up` as people use it: forms in a browser, reruns, schedules, queues, secrets
 # make test-teardown  end runs in every way at every moment, stand-ins and real ones (about an hour)
 # make test-servers  build the servers' own environments, test real SGLang and LMDeploy (CPU): scoring,
 #              sampling, weight sync, a whole run
@@ -13,7 +14,7 @@ PIP_ARGS ?=
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 CODE = flows tasks opd_core deployments tests
 
-.PHONY: install browser demo test test-long test-teardown test-servers check lint format bench results models clean
+.PHONY: install browser demo test test-long test-operating test-teardown test-servers check lint format bench results models clean
 
 install:
 	@.ci/make_env $(PYTHON) $(PIP_ARGS)
@@ -27,8 +28,11 @@ demo: install
 test: install browser
 	$(PYTEST)
 
-test-long: install browser
-	$(PYTEST) -m long tests
+test-long: install
+	$(PYTEST) -m long tests --ignore=tests/operating
+
+test-operating: install browser
+	$(PYTEST) -m long tests/operating
 
 # With the sample that `make test` runs; the real SGLang cells need its environment.
 test-teardown: install
