@@ -5,6 +5,7 @@ One run:
 ``detectors``    known failures: evidence, cause, cure
 ``kl_view``      where the reverse KL lies; ``kl_tokens``: rollouts token by token
 ``report``       the run as a page; ``report_facts``, ``report_charts``: what stands on it
+``live_curve``   its curves while it goes on
 
 Several runs:
 ``comparison``   from runs to arms, intervals and verdicts; ``outcome``: what comes of it
@@ -14,6 +15,8 @@ Several runs:
 ``statistics``   intervals, p-values, seeds needed; pure
 ``verdict``      what may be said, and in which words
 ``differences``  all in which runs differ
+``reproduction`` whether reruns came to the same as their original; ``reproduction_words``,
+                 ``reproduction_text``: shown
 ``comparison_page``, ``comparison_text``, ``comparison_charts``, ``comparison_words``: shown
 
 Both:

@@ -211,7 +211,9 @@ class TrainingConfig(Frozen):
         True, description="Each checkpoint also holds the student in Hugging Face format"
     )
     max_restarts: int = Field(
-        2, ge=0, description="Times that the job is started again after a dead driver or actor"
+        2,
+        ge=0,
+        description="Times that the job is started again after a dead driver, actor or Ray head",
     )
     stop_when: StopConfig | None = Field(None, description="null trains all steps")
 

@@ -65,8 +65,9 @@ class PrefectPage:
 
     def expect_state(self, name: str, within_ms: float) -> None:
         """Wait until the page of a run, which keeps itself up to date, shows a state."""
-        badge = self.page.locator("[data-slot=badge]").get_by_text(name, exact=True)
-        expect(badge.first).to_be_visible(timeout=within_ms)
+        badge = "[data-slot=badge]"  # in the page's head: a tab below may list the tasks' states
+        head = self.page.locator(f"{badge}:not([role=tabpanel] {badge})")
+        expect(head.get_by_text(name, exact=True)).to_be_visible(timeout=within_ms)
 
     def open_artifact(self, key: str) -> None:
         """From the page of a run to one of its artifacts."""

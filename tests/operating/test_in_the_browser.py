@@ -89,7 +89,9 @@ def test_an_experiment_is_filled_in_started_and_followed_to_its_report(
     for artifact in ARTIFACTS:
         prefect.open_run(flow_run_id)
         prefect.open_artifact(artifact)
-    prefect.picture("prefect-artifact")
+        if artifact == "curves":
+            prefect.picture("prefect-curves", height=900)
+    prefect.picture("prefect-report")
     expect(
         prefect.page.get_by_text(f"{run_of(lab, flow_run_id).run_id}: completed")
     ).to_be_visible()
