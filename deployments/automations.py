@@ -15,7 +15,9 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.actions import SendNotification
 from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
 
+from deployments.local_servers import without_login
 from opd_core.errors import ConfigError
 
 FILE = Path(__file__).with_name("automations.yaml")
@@ -24,8 +26,13 @@ FILE = Path(__file__).with_name("automations.yaml")
 def register_automations(block: str, file: Path = FILE) -> list[str]:
     """Create each automation of the file, or bring it up to date; the names of those that are on.
 
-    Raises :class:`ConfigError` if the server has no such block.
+    Raises :class:`ConfigError` if no server is named, or it has no such block.
     """
+    if not PREFECT_API_URL.value():
+        raise ConfigError(
+            "expected the address of a Prefect server in PREFECT_API_URL, it is not set: export "
+            "it, for `opd up` PREFECT_API_URL=http://127.0.0.1:4200/api"
+        )
     read = [AutomationCore.model_validate(each) for each in _load(file)]
     with get_client(sync_client=True) as client:
         block_id = _block_id(client, block)
@@ -53,8 +60,9 @@ def _block_id(client: SyncPrefectClient, block: str) -> UUID:
         found = client.read_block_document_by_name(name, kind).id
     except ObjectNotFound:
         raise ConfigError(
-            f"expected a notification block {block!r} (TYPE/NAME) on the Prefect server, found "
-            "none: make one in its UI (Blocks, +, for example Slack Webhook or Custom Webhook)"
+            f"expected a notification block {block!r} (TYPE/NAME) on the Prefect server at "
+            f"{without_login(str(client.api_url))}, found none: make one "
+            "in its UI (Blocks, +, for example Slack Webhook or Custom Webhook)"
         ) from None
     assert found is not None, "the server gives every block an id"
     return found

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import http.client
 import os
 import platform
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -17,12 +22,14 @@ from urllib.parse import urlsplit
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
+    PREFECT_API_DATABASE_CONNECTION_URL,
     PREFECT_API_URL,
+    PREFECT_HOME,
     PREFECT_SERVER_API_AUTH_STRING,
     temporary_settings,
 )
 
-from deployments.registering import POOL, register, worker_is_online
+from deployments.registering import POOL, last_heartbeat, register
 from opd_core.errors import ConfigError, ServingError
 from opd_core.lifecycle.handle import Supervisor
 from opd_core.lifecycle.logs import log_tail
@@ -40,6 +47,12 @@ LEASES_IN_FILES = "prefect.server.concurrency.lease_storage.filesystem"
 """By default a server that is started again has forgotten who holds a deployment's slots: they
 would never be free again."""
 SERVER_MAY_TAKE_S = 15.0
+SECOND_LAB = (
+    "A second lab needs --root, --port, --mlflow-port and a PREFECT_HOME of its own; a second "
+    "worker of the same lab needs --root and PREFECT_API_URL at the first one's server"
+)
+LOCK_FILE = "opd-up.lock"
+"""In PREFECT_HOME, locked while an own server uses the SQLite database there."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +66,22 @@ class Server:
     def find(cls, named: str | None, own: str, variable: str, flag: str) -> Self:
         """The one that the environment's ``variable`` names, if any; else an own one.
 
-        Raises :class:`ConfigError` if nobody answers there, or somebody has the own one's port.
+        Raises :class:`ConfigError` if no healthy server answers there, or somebody has the own
+        one's port.
         """
-        if named and answers(f"{named.rstrip('/')}/health"):
-            return cls(named.rstrip("/"), own=False)
-        if named and named.rstrip("/") != own:
-            raise ConfigError(
-                f"expected a server at {without_login(named)}, which {variable} names, nobody "
-                f"answers: start it, or unset {variable}, and `opd up` starts one of its own"
-            )
+        if named:
+            named = named.rstrip("/")
+            answer = _answer_of_named(named, variable)
+            if answer == HTTPStatus.OK:
+                return cls(named, own=False)
+            if answer is not None or named != own:
+                came = f"its /health answers {answer}: have it answer 200 without a login"
+                if answer is None:
+                    came = "nobody answers: start it"
+                raise ConfigError(
+                    f"expected a server at {without_login(named)}, which {variable} names, {came}, "
+                    f"or unset {variable}, and `opd up` starts one of its own"
+                )
         port = int(own.removesuffix("/api").rpartition(":")[2])
         if not port_is_free(port):
             raise ConfigError(
@@ -88,7 +108,7 @@ class LocalServers:
         tracking = os.environ.get("MLFLOW_TRACKING_URI", "")
         own_api, own_mlflow = f"http://{LOOPBACK}:{port}/api", f"http://{LOOPBACK}:{mlflow_port}"
         file = tracking if tracking.startswith(SQLITE) else ""
-        return cls(
+        servers = cls(
             Server.find(PREFECT_API_URL.value(), own_api, "PREFECT_API_URL", "--port"),
             Server.find(
                 None if file else tracking, own_mlflow, "MLFLOW_TRACKING_URI", "--mlflow-port"
@@ -97,6 +117,41 @@ class LocalServers:
             root,
             logs,
         )
+        if servers.prefect.own and servers.mlflow.own and port == mlflow_port:
+            raise ConfigError(
+                f"expected two ports, --port and --mlflow-port are both {port}: choose another one"
+            )
+        return servers
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep a second `opd up` from starting a second server over the same SQLite database.
+
+        Raises :class:`ConfigError` while there is one already. Another kind of database is its
+        administrator's to share.
+        """
+        database = PREFECT_API_DATABASE_CONNECTION_URL.value() or ""
+        if not self.prefect.own or not database.startswith("sqlite"):
+            yield
+            return
+        home = Path(PREFECT_HOME.value())
+        home.mkdir(parents=True, exist_ok=True)
+        with (home / LOCK_FILE).open("wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"expected one `opd up` with a server of its own for PREFECT_HOME={home}, "
+                    f"another is there already: use or stop it. {SECOND_LAB}"
+                ) from None
+            yield
+
+    @property
+    def worker_name(self) -> str:
+        """One per host and root: a worker that is started again is the same in the UI, and no other
+        worker of the pool has its name."""
+        digest = hashlib.sha256(str(self.root).encode()).hexdigest()[:6]
+        return f"opd-up-{platform.node()}-{digest}"
 
     def start(self, supervisor: Supervisor, at_once: int, tell: Callable[[str], None]) -> None:
         """Start all of it; return when runs can be started. Raises :class:`ServingError`."""
@@ -111,9 +166,9 @@ class LocalServers:
             _await(supervisor, lambda: answers(f"{self.prefect.url}/health"), "the Prefect server")
             names = self._register(at_once)
             _await(supervisor, lambda: answers(f"{self.mlflow.url}/health"), "MLflow")
-            worker = self._worker(auth or "")
-            supervisor.spawn(worker)
-            _await(supervisor, lambda: worker_is_online(worker_name()), "the worker")
+            heard = last_heartbeat(self.worker_name)
+            supervisor.spawn(self._worker(auth or ""))
+            _await(supervisor, lambda: last_heartbeat(self.worker_name) != heard, "the worker")
         self._tell_where(names, at_once, tell)
 
     def _register(self, at_once: int) -> list[str]:
@@ -186,17 +241,12 @@ class LocalServers:
         return ChildSpec(
             name="worker",
             kind="worker",
-            argv=_program("deployments.worker", *worker, "--name", worker_name()),
+            argv=_program("deployments.worker", *worker, "--name", self.worker_name),
             cwd=Path.cwd(),
             log=self.logs / "worker.log",
             env={**env, **({"PREFECT_API_AUTH_STRING": auth} if auth else {})},
             grace_s=RUNS_MAY_TAKE_S,
         )
-
-
-def worker_name() -> str:
-    """One per host: a worker that is started again is the same in the UI."""
-    return f"opd-up-{platform.node()}"
 
 
 def without_login(url: str) -> str:
@@ -207,12 +257,30 @@ def without_login(url: str) -> str:
 
 def answers(url: str) -> bool:
     """Whether somebody answers this address with a success."""
+    return _status(url) == HTTPStatus.OK
+
+
+def _answer_of_named(url: str, variable: str) -> int | None:
+    """The status of its health, None where nobody answers. Raises :class:`ConfigError` for what is
+    no server's address."""
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ConfigError(
+            f"expected the http address of a server in {variable}, got {without_login(url)!r}: "
+            f"name one, or unset {variable}, and `opd up` starts one of its own"
+        )
+    return _status(f"{url}/health")
+
+
+def _status(url: str) -> int | None:
+    """The HTTP status with which somebody answers, None where nobody does."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(without_login(url), timeout=5) as response:
-            return bool(response.status == 200)
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
     except (OSError, ValueError, http.client.HTTPException):
-        return False
+        return None
 
 
 def _program(module: str, *arguments: str) -> tuple[str, ...]:

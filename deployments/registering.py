@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleUpdate, WorkPoolCreate
-from prefect.client.schemas.objects import WorkerStatus
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
@@ -28,12 +28,12 @@ def register(at_once: int, folder: Path) -> list[str]:
             client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
         for each in made:
             each.job_variables = {"working_dir": str(folder)}
-            _keep_schedules(each, client)
+            keep_schedules(each, client)
             each.apply(work_pool_name=POOL)
     return [each.full_name for each in made]
 
 
-def _keep_schedules(deployment: RunnerDeployment, client: SyncPrefectClient) -> None:
+def keep_schedules(deployment: RunnerDeployment, client: SyncPrefectClient) -> None:
     """An update replaces the schedules: put those that are there before the new ones."""
     try:
         known = client.read_deployment_by_name(deployment.full_name).schedules
@@ -41,13 +41,17 @@ def _keep_schedules(deployment: RunnerDeployment, client: SyncPrefectClient) -> 
         return
     there = {schedule.slug for schedule in known}
     new = [each for each in deployment.schedules or [] if each.slug not in there]
-    fields = {"slug", "schedule", "active", "parameters"}
+    fields = {"slug", "schedule", "active", "parameters", "max_scheduled_runs"}
     kept = [DeploymentScheduleUpdate(**each.model_dump(include=fields)) for each in known]
     deployment.schedules = [*kept, *new]
 
 
-def worker_is_online(name: str) -> bool:
-    """Whether the pool has heard of this worker lately."""
+def last_heartbeat(name: str) -> datetime | None:
+    """When the pool has last heard of this worker, by the server's clock; None if never.
+
+    A worker's status does not tell whether it lives: the server says ONLINE until three heartbeats
+    have been missed.
+    """
     with get_client(sync_client=True) as client:
         workers = client.read_workers_for_work_pool(POOL)
-    return any(each.name == name and each.status == WorkerStatus.ONLINE for each in workers)
+    return next((each.last_heartbeat_time for each in workers if each.name == name), None)

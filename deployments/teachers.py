@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deployments.doors import SetOption, fail, find_recipe, guarded
+from opd_core.errors import ServingError
 from opd_core.lifecycle.records import read_receipt
 from opd_core.serving.kept.record import KeptTeacher, kept_teachers
 from opd_core.serving.kept.users import users_of
@@ -87,11 +88,18 @@ def _told(kept: KeptTeacher) -> dict[str, Any]:
     """Everything there is to say of one, for JSON."""
     from tasks.kept_teacher import overrides_to_use
 
-    order, state, alive = kept.order, kept.state, kept.alive
+    alive, unreadable = kept.alive, ""
+    try:
+        order, state = kept.order, kept.state
+    except ServingError as error:
+        order, state, unreadable = None, None, str(error)
     with kept.gate():
         users = users_of(kept) if alive else ()
-    phase, said = (state.phase, state.said) if state else ("starting", "")
-    if not alive and phase not in ("ended", "failed"):
+    phase: str = state.phase if state else "starting"
+    said = state.said if state else ""
+    if unreadable:
+        phase, said = "unreadable", unreadable
+    elif not alive and phase not in ("ended", "failed"):
         receipt = read_receipt(kept.folder)
         phase, said = "failed", f"its keeper died ({receipt.cause})" if receipt else "it was killed"
     endpoints = state.endpoints if state and alive else ()
@@ -134,9 +142,12 @@ def _cells(told: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _how_to_use(kept: KeptTeacher, recipe: str) -> str:
+    from tasks.kept_teacher import key_reference
+
     told, order, lease = _told(kept), kept.order, kept.lease
     assert order is not None
     assert lease is not None
+    key = key_reference(order)
     flags = " ".join(f"--set {shlex.quote(change)}" for change in told["overrides"])
     lines = [
         f"{kept.name} is up at {', '.join(told['endpoints'])} and {told['said']}",
@@ -146,6 +157,8 @@ def _how_to_use(kept: KeptTeacher, recipe: str) -> str:
     ]
     if order.only and not order.teacher.replicas:
         lines.append(f"in Prefect's form:  teacher_endpoint  {told['endpoints'][0]}")
+        if key:
+            lines.append(f"                    teacher_api_key   {key}")
     else:
         lines.append("in Prefect's form:  overrides  " + "  ".join(told["overrides"]))
     return "\n".join(lines)

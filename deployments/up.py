@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,9 @@ from opd_core.lifecycle.errors import LedgerBusy, LifecycleError
 from opd_core.lifecycle.handle import Supervisor
 from opd_core.lifecycle.records import RECEIPT_FILE
 from opd_core.recipe import run_root
+
+if TYPE_CHECKING:
+    from deployments.local_servers import LocalServers
 
 FOLDER = "opd-up"
 """In the run root: the servers' logs, the ledger of what was started, the receipt of its end."""
@@ -73,9 +76,11 @@ def stay_up(wishes: Wishes) -> None:
         with _asked_to_stop_by_signal():
             _stay_up(wishes)
     except LedgerBusy:
+        from deployments.local_servers import SECOND_LAB
+
         raise ConfigError(
             f"expected one `opd up` for the runs in {wishes.root}, another is there already: use "
-            "or stop it, or name another folder with --root"
+            f"or stop it. {SECOND_LAB}"
         ) from None
     except LifecycleError as error:
         raise ServingError(str(error)) from None
@@ -83,9 +88,15 @@ def stay_up(wishes: Wishes) -> None:
 
 def _stay_up(wishes: Wishes) -> None:
     from deployments.local_servers import LocalServers
-    from tasks.signals import undisturbed
 
     servers = LocalServers.plan(wishes.port, wishes.mlflow_port, wishes.root, wishes.folder)
+    with servers.alone():
+        _serve(servers, wishes)
+
+
+def _serve(servers: LocalServers, wishes: Wishes) -> None:
+    from tasks.signals import undisturbed
+
     wishes.folder.mkdir(parents=True, exist_ok=True)
     supervisor = Supervisor.start(
         run_dir=wishes.folder, run_id=_name(wishes.root), teardown_s=TEARDOWN_S

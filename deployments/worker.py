@@ -1,11 +1,12 @@
 """A process worker that ends in order: ``python -m deployments.worker WORKER-COMMAND…``.
 
-Prefect's own worker, asked to stop, kills the flows it has started: they cannot say how they ended,
-and stand in Prefect as running for ever. This process starts the worker and, asked to stop (SIGTERM
-or Ctrl-C), halts it, so that it takes up nothing more; asks the flows to end (SIGTERM, which
-Prefect turns into an exception in them); waits until nothing of them is left; and only then ends
-the worker. How long that may take is for whoever asked. A worker that dies is followed by its flows
-in the same way.
+Prefect's own worker, asked to stop, kills the flows it has started: they cannot say how they
+ended, and stand in Prefect as running for ever. This process starts the worker and, asked to
+stop (SIGTERM or Ctrl-C), halts it, so that it takes up nothing more; asks the flows to end
+(SIGTERM, which Prefect turns into an exception in them); waits until nothing of them is left;
+and only then ends the worker. What the worker had taken up and not started yet is put back in
+line. How long that may take is for whoever asked. A worker that dies is followed by its flows in
+the same way.
 """
 
 from __future__ import annotations
@@ -15,16 +16,22 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from opd_core.lifecycle.bond import bind_to
 from opd_core.lifecycle.process import become_subreaper, process_table
 from opd_core.lifecycle.signals import SignalPipe
 
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
 LOOK_EVERY_S = 0.5
 FLOW_RUN = b"PREFECT__FLOW_RUN_ID="
+WORKER_LABEL = "prefect.worker.name"
+"""By which Prefect tells whose a flow run is."""
 
 
 class Keeper:
@@ -37,6 +44,8 @@ class Keeper:
             command, start_new_session=True, preexec_fn=bind_to(os.getpid())
         )
         self._status: int | None = None
+        self._pool = option_of(command, "--pool", "-p")
+        self._name = option_of(command, "--name", "-n")
 
     def keep(self) -> int:
         """Wait for the end; return the exit status."""
@@ -50,8 +59,25 @@ class Keeper:
         else:
             print(f"the worker has ended by itself, status {self._status}", flush=True)
             flow_runs = self._end_flows(parent=os.getpid())
-        tell_of_crashed(flow_runs)
+        self._tell_prefect(flow_runs)
         return 0 if self._status is None else self._status or 1
+
+    def _tell_prefect(self, flow_runs: Sequence[str]) -> None:
+        """Of what these flows could not tell, and of what was never started."""
+        if not flow_runs and not self._pool:
+            return
+        from prefect.client.orchestration import get_client
+        from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+        if not PREFECT_API_URL.value():
+            return
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 2}),
+            get_client({"timeout": 15}, sync_client=True) as client,
+        ):
+            tell_of_crashed(client, flow_runs)
+            if self._pool:
+                put_back(client, self._pool, self._name, flow_runs)
 
     def _asked_to_stop(self) -> bool:
         select.select([self._news], [], [], LOOK_EVERY_S)
@@ -98,22 +124,74 @@ def flow_run_of(pid: int) -> str | None:
     return next(found, b"").decode() or None
 
 
-def tell_of_crashed(flow_runs: Sequence[str]) -> None:
+def option_of(command: Sequence[str], *spellings: str) -> str | None:
+    """The value of an option of a command line, as ``--option value`` or ``--option=value``."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name in spellings:
+            return value if equals else following
+    return None
+
+
+def tell_of_crashed(client: SyncPrefectClient, flow_runs: Sequence[str]) -> None:
     """A flow that was ended before it could hear of it has not told Prefect, where it would hold
     its deployment's slot."""
-    if not flow_runs:
-        return
     from prefect.states import Cancelled, Crashed
 
-    from tasks.flow_state import api_states
+    from tasks.flow_state import ApiStates
 
     for flow_run in flow_runs:
-        with api_states(flow_run, timeout_s=15, retries=2) as states:
+        with _told_if_refused(flow_run):
+            states = ApiStates(client, flow_run)
             state = states.read()
             if state is None or state.is_final() or state.is_scheduled() or state.is_paused():
                 continue
             due = Cancelled if state.is_cancelling() else Crashed
             states.write(due(message="It was ended together with its worker"))
+
+
+def put_back(
+    client: SyncPrefectClient, pool: str, name: str | None, begun: Collection[str]
+) -> None:
+    """Schedule again what the worker ``name`` of ``pool`` had taken up and not started: workers
+    take scheduled runs only, so it would be Pending for ever. ``begun``: runs that had a process.
+    """
+    from prefect.client.schemas.filters import (
+        FlowRunFilter,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+        WorkPoolFilter,
+        WorkPoolFilterName,
+    )
+    from prefect.client.schemas.objects import StateType, WorkerStatus
+    from prefect.states import Scheduled
+
+    pending = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING]))
+    with _told_if_refused(f"pool {pool}"):
+        workers = client.read_workers_for_work_pool(pool)
+        alone = all(each.name == name or each.status != WorkerStatus.ONLINE for each in workers)
+        for flow_run in client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(state=pending),
+            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+        ):
+            # A worker names itself on a run some time after it has made it Pending.
+            own = alone or flow_run.labels.get(WORKER_LABEL) == name
+            if own and str(flow_run.id) not in begun:
+                with _told_if_refused(str(flow_run.id)):
+                    message = "Its worker ended before it was started"
+                    client.set_flow_run_state(flow_run.id, Scheduled(message=message))
+
+
+@contextmanager
+def _told_if_refused(about: str) -> Iterator[None]:
+    """One call that fails must not keep the next ones from being made."""
+    from httpx import HTTPError
+    from prefect.exceptions import PrefectException
+
+    try:
+        yield
+    except (HTTPError, PrefectException) as error:
+        print(f"{about}: Prefect was not told of its end: {error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from prefect.runtime import flow_run
 from flows.request import DistillRequest
 from opd_core.errors import OPDError
 from opd_core.recipe import load_recipe
-from opd_core.training.lineage import RunPlan
+from opd_core.training.files import CONFIG_FILE
+from opd_core.training.lineage import RunPlan, find_run
 from tasks.checks import check_environment, check_files
 from tasks.cluster import start_cluster
 from tasks.devices import take_devices
@@ -39,15 +40,19 @@ def _run_name() -> str:
 
 
 def run_name(request: DistillRequest) -> str:
-    """What Prefect calls the run: ``tiny · seed 1234``."""
+    """What Prefect calls the run: ``tiny · seed 1234``; a fork has the recipe of what it is forked
+    from."""
     if request.resume:
         return f"resume {Path(request.resume).name}"
+    forked = f"fork of {Path(request.fork).name}" if request.fork else ""
     try:
-        config = load_recipe(request.path, request.changes)
+        source, changes = Path(request.path), request.changes
+        if request.fork:
+            source = find_run(request.fork, source, changes) / CONFIG_FILE
+        config = load_recipe(source, changes)
     except OPDError:  # the flow itself tells it, where it reads the recipe
-        return f"distill {request.recipe_file or request.recipe}"
-    forked = f" · fork of {Path(request.fork).name}" if request.fork else ""
-    return f"{config.name} · seed {config.seed}{forked}"
+        return forked or f"distill {request.recipe_file or request.recipe}"
+    return f"{config.name} · seed {config.seed}" + (f" · {forked}" if forked else "")
 
 
 @flow(

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from opd_core.config.values import KEY_SHAPE, URL_PASSWORD
+from opd_core.config.values import OPEN_SECRET
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,7 @@ class Like:
         return text
 
 
-NAME = (
-    r"(?:(?i:token|secret|password|passwd|passphrase|credentials?|(?:api|access|private)[_-]?key)"
-    r"|KEY)"
-)
-HARMLESS = r"(?i:env:|block:|(?:null|true|false|yes|no|on|off|[01])\b)"
-GIVEN = rf"(?:{NAME}[\"']?\s*[:=]|--[\w-]{{0,40}}{NAME}[\"']?\s*,)"
-OPEN_SECRET = "|".join(
-    (
-        rf"{GIVEN}\s*[\"']?(?!{HARMLESS})[^\s\"',}}\]]",
-        URL_PASSWORD.pattern,
-        KEY_SHAPE.pattern,
-    )
-)
-"""A setting named like a secret whose value is no reference; a URL with a password; a known key."""
-NO_SECRET = rf"(?s)^(?!.*(?:{OPEN_SECRET}))"
+NO_SECRET = rf"^(?![\s\S]*(?:{OPEN_SECRET.pattern}))"
 REFERENCES = "env:NAME or block:NAME in place of a key or password, which Prefect would show to all"
 
 Written = Annotated[str, Like(NO_SECRET, REFERENCES)]

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from flows.form import FORM, Like, Override, Written
 from opd_core.config.values import DEVICE
 from opd_core.errors import ConfigError
-from opd_core.recipe import find_recipe
+from opd_core.recipe import find_recipe, load_yaml
 from opd_core.training.files import CONFIG_FILE
 from opd_core.training.lineage import find_run
 
@@ -156,9 +156,9 @@ class DistillRequest(BaseModel):
     @classmethod
     def _a_piece_of_a_recipe(cls, value: str) -> str:
         try:
-            piece = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ValueError(f"not valid YAML: {error}") from None
+            piece = load_yaml(value, "this piece")
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         if not isinstance(piece, dict | None):
             raise ValueError(
                 f"expected keys as in a recipe, like 'training:', got a {type(piece).__name__}"
@@ -202,7 +202,7 @@ class DistillRequest(BaseModel):
             return
         source = Path(self.path)
         if earlier := self.resume or self.fork:
-            source = find_run(earlier, self.path, self.overrides) / CONFIG_FILE
+            source = find_run(earlier, self.path, self._all_changes()) / CONFIG_FILE
         servers = _teacher_servers(source)
         if servers is not None and len(servers) != 1:
             found = ", ".join(f"{key} ({name})" for key, name in servers.items()) or "none"
@@ -214,7 +214,7 @@ class DistillRequest(BaseModel):
             )
 
     def _all_changes(self) -> list[str]:
-        piece = yaml.safe_load(self.settings) or {}
+        piece = load_yaml(self.settings, "settings") or {}
         return [*self._of_fields(), *_flat(piece), *self.overrides]
 
     def _of_fields(self) -> Iterator[str]:

@@ -13,7 +13,14 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed
-from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    field_validator,
+)
 
 from flows.form import FORM, Override
 from flows.request import DistillRequest, Recipe
@@ -21,19 +28,25 @@ from opd_core.analysis.comparison import Target
 from opd_core.analysis.outcome import CANNOT_TELL, Axis
 from opd_core.analysis.reproduction import NOT_REPRODUCED, REPRODUCED
 from opd_core.config.values import without_password
+from opd_core.errors import ConfigError
 from opd_core.recipe import run_root
 from tasks.children import Asked, PrefectDeployment, cancel_left, children_end_with_me, run_children
 from tasks.guard import guard_flow
 from tasks.rerunning import (
     Source,
+    check_target,
+    failed_are_named,
     find_source,
     judge_children,
-    raise_failed,
     rerun_overrides,
     tell_repeated,
 )
 
 METRIC = Target().metric
+MOST_SEEDS = 100
+"""Prefect tells of 200 flow runs at once, and an interval gains nothing from more."""
+IN_PARTS = ("run", "tracking", "tracking.tags")
+"""Settings that a rerun adds to, so they are not given as a whole."""
 STATES = {REPRODUCED: "Reproduced", NOT_REPRODUCED: "NotReproduced", CANNOT_TELL: "CannotTell"}
 """The name of the flow run's state, of the type Completed, by the verdict."""
 
@@ -59,6 +72,7 @@ class RerunRequest(BaseModel):
     )
     seeds: list[NonNegativeInt] = Field(
         default_factory=list,
+        max_length=MOST_SEEDS,
         title="Seeds",
         description="One run each. None is the seed of the original; a verdict needs three others",
     )
@@ -119,6 +133,17 @@ class RerunRequest(BaseModel):
             raise ValueError("expected no seed among the changes: name it in seeds")
         return overrides
 
+    @field_validator("overrides")
+    @classmethod
+    def _in_parts(cls, overrides: list[str]) -> list[str]:
+        for key in (each.partition("=")[0].strip() for each in overrides):
+            if key in IN_PARTS:
+                raise ValueError(
+                    f"expected single settings, got all of {key}: a rerun adds to it; write "
+                    f"{key}.NAME=VALUE for each that is to be different"
+                )
+        return overrides
+
     @property
     def target(self) -> Target:
         """At what the runs are compared."""
@@ -135,21 +160,28 @@ class RerunRequest(BaseModel):
         )
 
     def asked(self, source: Source) -> list[Asked]:
-        """The runs to ask for, one a seed."""
+        """The runs to ask for, one a seed. Raises :class:`ConfigError` for changes that the form of
+        ``distill`` refuses."""
         changes = rerun_overrides(source, self.overrides, str(flow_run.id))
         file = str(source.recipe) if self.run or self.recipe_file else ""
         return [
             Asked(
                 key=f"seed-{seed}",
                 name=f"{source.config.name} · seed {seed}",
-                parameters={
-                    "request": DistillRequest(
-                        recipe=self.recipe, recipe_file=file, seed=seed, overrides=changes
-                    ).model_dump(mode="json", exclude_defaults=True)
-                },
+                parameters={"request": self._request(file, seed, changes)},
             )
             for seed in self.seeds or [source.config.seed]
         ]
+
+    def _request(self, file: str, seed: int, changes: list[str]) -> dict[str, Any]:
+        try:
+            request = DistillRequest(
+                recipe=self.recipe, recipe_file=file, seed=seed, overrides=changes
+            )
+        except ValidationError as error:
+            told = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+            raise ConfigError(f"the reruns cannot be asked for: {told}") from None
+        return request.model_dump(mode="json", exclude_defaults=True)
 
 
 DEFAULT_REQUEST = RerunRequest()
@@ -168,12 +200,13 @@ def rerun(request: RerunRequest = DEFAULT_REQUEST) -> State[dict[str, Any]]:
     """Repeat an experiment; returns the verdict. Its state is named after it."""
     with guard_flow():
         source = request.find_source()
+        check_target(source, request.target)
         deployment = PrefectDeployment(request.deployment)
         with children_end_with_me():
             children = run_children(request.asked(source), deployment, request.width)
-        repeated = judge_children(source, children, request.target)
-        tell_repeated(repeated)
-        raise_failed(children)
+        with failed_are_named(children):
+            repeated = judge_children(source, children, request.target)
+            tell_repeated(repeated)
     told = repeated.reproduction
     name = STATES.get(told.verdict, "Completed")
     return Completed(name=name, message=told.sentence, data=repeated.to_json())

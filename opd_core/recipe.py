@@ -79,7 +79,7 @@ def load_recipe(
         raise ConfigError(f"{file}: the recipe cannot be read ({reason})") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text ({error.reason}); is it a recipe?") from None
-    data = _load_yaml(text, str(file))
+    data = load_yaml(text, str(file))
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: expected keys like 'student:' and 'data:', got {data!r}")
     data = _unshared(data)
@@ -106,7 +106,8 @@ def parse_config(data: Any, *, source: str, base_dir: Path | None = None) -> Exp
         raise ConfigError(f"{source}:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
-def _load_yaml(text: str, where: str) -> Any:
+def load_yaml(text: str, where: str) -> Any:
+    """YAML as it stands, of ``where``. Raises :class:`ConfigError`, for a key written twice too."""
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except ConfigError as error:
@@ -126,7 +127,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     key, separator, raw = override.partition("=")
     if not separator or not key.strip():
         raise ConfigError(f"--set {override}: expected KEY.PATH=VALUE, e.g. training.steps=20")
-    value = _load_yaml(raw, f"--set {override}")
+    value = load_yaml(raw, f"--set {override}")
     node: Any = data
     *parents, last = key.strip().split(".")
     for depth, part in enumerate(parents):
@@ -154,8 +155,8 @@ def _list_index(node: Any, part: str, where: str, override: str) -> int:
 def _expand_variables(
     value: Any, environ: Mapping[str, str], file: str, keys: tuple[str, ...]
 ) -> Any:
-    """``$NAME``, ``$NAME:-DEFAULT`` and ``~`` at the start of a string, so that recipes carry no
-    machine's paths."""
+    """``$NAME``, ``$NAME:-DEFAULT`` (where NAME is not set; an empty one stays empty) and ``~`` at
+    the start of a string, so that recipes carry no machine's paths."""
     if isinstance(value, dict):
         return {
             key: _expand_variables(item, environ, file, (*keys, str(key)))
@@ -169,7 +170,7 @@ def _expand_variables(
     if isinstance(value, str) and value.startswith("$"):
         variable, has_default, default = value[1:].partition(":-")
         if has_default:
-            return environ.get(variable) or default
+            return environ.get(variable, default)
         name, slash, rest = value[1:].partition("/")
         if name not in environ:
             raise ConfigError(

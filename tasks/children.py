@@ -20,7 +20,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.flows import Flow
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Crashed
@@ -67,7 +67,8 @@ class Deployment(Protocol):
     """Where runs are asked for."""
 
     def start(self, asked: Asked) -> Child:
-        """Ask for a run, or take up the one that an earlier try of this flow run asked for."""
+        """Ask for a run, or take up the one that an earlier try of this flow run asked for. Asked
+        once more for the same, it is the same run."""
 
     def read(self, children: Sequence[Child]) -> list[Child]:
         """The same with their present states."""
@@ -125,31 +126,32 @@ def run_children(
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Child]:
     """Ask for these runs, at most ``width`` of them at once (0: all), and wait until all have
-    ended, however. Raises what Prefect's client raises if its API is away for ten minutes."""
+    ended, however. Raises what Prefect's client raises if its API refuses, or is away for ten
+    minutes."""
     waiting, children = list(asked), dict[str, Child]()
     answered = clock()
     while True:
         under_way = [child for child in children.values() if not child.state.is_final()]
-        while waiting and (not width or len(under_way) < width):
-            child = deployment.start(waiting.pop(0))
-            children[child.flow_run_id] = child
-            announce(f"{child.asked.name}: flow run {child.flow_run_id}")
-            under_way += [] if child.state.is_final() else [child]
-        if not under_way:
-            return list(children.values())
-        pause(POLL_S)
         try:
+            while waiting and (not width or len(under_way) < width):
+                child = deployment.start(waiting[0])
+                children[child.flow_run_id] = child
+                announce(f"{waiting.pop(0).name}: flow run {child.flow_run_id}")
+                under_way += [] if child.state.is_final() else [child]
+            if not under_way:
+                return list(children.values())
             found = deployment.read(under_way)
         except Exception as error:  # Prefect's API is away for a while: the runs go on
-            if clock() - answered > AWAY_S:
+            if _is_refusal(error) or clock() - answered > AWAY_S:
                 raise
             warn(f"Prefect does not answer ({type(error).__name__}); waiting on")
-            continue
-        answered = clock()
-        for before, now in zip(under_way, found, strict=True):
-            children[now.flow_run_id] = now
-            if now.state.name != before.state.name:
-                announce(now.told)
+        else:
+            answered = clock()
+            for before, now in zip(under_way, found, strict=True):
+                children[now.flow_run_id] = now
+                if now.state.name != before.state.name:
+                    announce(now.told)
+        pause(POLL_S)
 
 
 @contextmanager
@@ -182,6 +184,13 @@ def cancel_children_of(flow_run_id: str) -> None:
                     announce(f"cancelling {child.name}")
     except Exception as error:
         warn(f"runs that this one asked for may go on: cancel them in Prefect ({error})")
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether Prefect has answered, and would answer the same again."""
+    return isinstance(error, ObjectNotFound) or (
+        isinstance(error, PrefectHTTPStatusError) and error.response.status_code in (404, 409, 422)
+    )
 
 
 def _state(run: FlowRun) -> State[Any]:

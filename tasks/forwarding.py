@@ -74,9 +74,9 @@ class LogForwarder:
             if self._closed:
                 return
             for path in self._files():
-                source = self._sources.setdefault(path, _Source(path, self._clock))
+                source = self._sources.setdefault(path, _Source(path, self._clean, self._clock))
                 for level, text in source.new():
-                    self._tell(level, self._clean(f"{path.stem}: {text}"))
+                    self._tell(level, f"{path.stem}: {text}")
 
     def close(self) -> None:
         """Look once more, tell what was left out, and no more: what the processes say when
@@ -86,7 +86,7 @@ class LogForwarder:
             self._closed = True
             for source in self._sources.values():
                 for level, text in source.rest():
-                    self._tell(level, self._clean(f"{source.path.stem}: {text}"))
+                    self._tell(level, f"{source.path.stem}: {text}")
 
     def _clean(self, text: str) -> str:
         for secret in self._secrets:
@@ -116,10 +116,15 @@ class _Budget:
 
 
 class _Source:
-    """One file: how far it was read, and what was told of it."""
+    """One file: how far it was read, and what was told of it.
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+    A secret is looked for in whole lines: of one that was cut, or whose digits became ``#``, a part
+    would come through.
+    """
+
+    def __init__(self, path: Path, clean: Callable[[str], str], clock: Callable[[], float]) -> None:
         self.path = path
+        self._clean = clean
         self._offset = 0
         self._traceback: list[str] = []
         self._seen: Counter[tuple[int, str]] = Counter()
@@ -156,6 +161,8 @@ class _Source:
             return
         whole = read[: read.rfind(b"\n") + 1]
         self._offset = start + len(whole)
+        if start > begin:  # in the middle of a line
+            whole = whole[whole.find(b"\n") + 1 :]
         for line in whole.decode("utf-8", "replace").splitlines():
             yield _RAY_PREFIX.sub("", _COLOUR.sub("", line))
 
@@ -167,11 +174,12 @@ class _Source:
         elif line.startswith(_TRACEBACK):
             self._traceback = [line]
         elif (level := level_of(line)) is not None:
-            yield level, line[:LONGEST_LINE]
+            yield level, self._clean(line)[:LONGEST_LINE]
 
     def _whole_traceback(self) -> str:
-        lines, self._traceback = self._traceback[-LONGEST_TRACEBACK:], []
-        return "\n".join(line[:LONGEST_LINE] for line in lines)
+        lines = self._clean("\n".join(self._traceback)).split("\n")
+        self._traceback = []
+        return "\n".join(line[:LONGEST_LINE] for line in lines[-LONGEST_TRACEBACK:])
 
     def _limited(self, level: int, text: str) -> Iterator[tuple[int, str]]:
         kind = level, _NUMBER.sub("#", text)

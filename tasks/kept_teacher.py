@@ -38,6 +38,8 @@ from tasks.secrets import find_secrets, resolve_key
 POLL_S = 0.2
 MARGIN_S = 30.0
 """How much longer than its teardown may take a keeper is waited for."""
+USUAL_TEARDOWN_S = 60.0
+"""Where no order says it."""
 Telling = Callable[[str], None]
 
 
@@ -67,6 +69,9 @@ def keep_teacher(
         try:
             order = _check(config, str(recipe), number, telling)
             _begin(kept, order, hours, lock)
+        except Exception as error:
+            kept.tell(KeptState("failed", f"it was not started: {error}"))
+            raise
         finally:
             os.close(lock)
     try:
@@ -110,15 +115,24 @@ def end_teacher(name: str, *, force: bool = False, cause: str = "asked to end") 
 
 
 def overrides_to_use(order: KeptOrder, endpoints: Sequence[str]) -> list[str]:
-    """What makes a run of the recipe use the kept teacher, each ``KEY.PATH=VALUE``."""
+    """What makes a run of the recipe use the kept teacher, each ``KEY.PATH=VALUE``; of its key the
+    reference."""
     path = f"opd.teachers.{order.number}"
+    key = key_reference(order)
+    keyed = [f"{path}.api_key={key}"] if key else []
     if not order.teacher.replicas:
-        return [f"{path}.endpoint={endpoints[0]}", f"{path}.launch=null"]
+        return [f"{path}.endpoint={endpoints[0]}", f"{path}.launch=null", *keyed]
     replicas = [
         {"endpoint": endpoint, "backend": replica.backend}
         for endpoint, replica in zip(endpoints, order.teacher.replicas, strict=True)
     ]
-    return [f"{path}.replicas={json.dumps(replicas)}"]
+    return [f"{path}.replicas={json.dumps(replicas)}", *keyed]
+
+
+def key_reference(order: KeptOrder) -> str | None:
+    """Where the key of a kept teacher is kept; None if it has none."""
+    reference: str | None = order.teacher.model_dump(mode="json")["api_key"]
+    return reference
 
 
 def _choose(config: ExperimentConfig, name: str | None) -> tuple[int, OPDTeacherConfig]:
@@ -142,8 +156,13 @@ def _go_on(kept: KeptTeacher, wanted: OPDTeacherConfig, hours: float) -> None:
     """It is kept already: its time begins anew."""
     with kept.gate():
         order = kept.order
-        if kept.end_wish is not None or order is None:
+        if kept.end_wish is not None:
             raise ServingError(f"the kept teacher {kept.name!r} is being ended: try again then")
+        if order is None:
+            raise ServingError(
+                f"the kept teacher {kept.name!r} is being checked by another `opd teacher up`: try "
+                "again when that has started it"
+            )
         if order.teacher.model_dump() != wanted.model_dump():
             raise ConfigError(
                 f"{kept.name!r} keeps another teacher, or one with other settings, from "
@@ -219,7 +238,10 @@ def _begin(kept: KeptTeacher, order: KeptOrder, hours: float, lock: int) -> None
     if not _within(limit_s, lambda: not is_held(kept.folder / LEDGER_FILE)):
         raise ServingError(f"the kept teacher {kept.name!r} has not ended after {limit_s:.0f} s")
     reap(Registry.of_user(), again=False)
-    kept.begin(order, hours)
+    with kept.gate():
+        if (wish := kept.end_wish) is not None:
+            raise ServingError(f"the kept teacher {kept.name!r} is not up: {wish.cause}")
+        kept.begin(order, hours)
     command = [sys.executable, "-m", "opd_core.serving.kept.keeper", str(kept.folder), str(lock)]
     log = kept.folder / "keeper.log"
     with log.open("ab") as output:
@@ -242,7 +264,7 @@ def _await_ready(kept: KeptTeacher, telling: Telling) -> None:
     told = ""
     while True:
         alive, state = kept.alive, kept.state  # in this order: its last word comes before its death
-        if not alive or (state is not None and state.phase in ("ending", "ended", "failed")):
+        if not alive or (state is not None and state.phase in ("ended", "failed")):
             raise ServingError(
                 f"the kept teacher {kept.name!r} is not up: {_last_word(kept, state)}"
             )
@@ -263,8 +285,11 @@ def _last_word(kept: KeptTeacher, state: KeptState | None) -> str:
 
 def _await_end(kept: KeptTeacher, force: bool) -> None:
     """Until keeper and supervisor are gone. Raises :class:`ServingError`."""
-    order, state = kept.order, kept.state
-    limit_s = (order.teardown_s if order else 0.0) + MARGIN_S
+    try:
+        order, state = kept.order, kept.state
+    except ServingError:
+        order = state = None
+    limit_s = (order.teardown_s if order else USUAL_TEARDOWN_S) + MARGIN_S
 
     def gone() -> bool:
         return not kept.alive and not is_held(kept.folder / LEDGER_FILE)

@@ -18,12 +18,15 @@ from tasks.temporary_server import lasting_api
 
 def prefect_page(flow_run_id: str) -> str:
     """The flow run in Prefect's UI (``PREFECT_UI_URL``, else beside its API); empty where no server
-    outlives this process."""
+    outlives this process, and where Prefect cannot tell it."""
     if not (flow_run_id and lasting_api()):
         return ""
     from prefect.utilities.urls import url_for
 
-    return without_credentials(url_for("flow-run", obj_id=flow_run_id) or "")
+    try:
+        return without_credentials(url_for("flow-run", obj_id=flow_run_id) or "")
+    except Exception:  # of a setting that is no URL, say: a run does not fail for want of a link
+        return ""
 
 
 def find_links(run: RunRecord, mlflow_run_id: str, experiment_id: str) -> Links:

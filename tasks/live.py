@@ -58,6 +58,7 @@ class LiveView:
         self._journal = JournalReader(session.run.directory / JOURNAL_FILE)
         self._values: dict[str, dict[int, float]] = {name: {} for name in WATCHED}
         self._links: Links | None = None
+        self._finding_links = threading.Lock()
         self._summary: Mapping[str, Any] | None = None
         self._last_health: list[dict[str, str]] | None = None
         self._failed: set[str] = set()
@@ -82,7 +83,9 @@ class LiveView:
 
     def quiet(self) -> None:
         """Look at logs and servers for the last time: how they fare when they are ended is of no
-        interest."""
+        interest. The links are those of now, for the report that is written next."""
+        with self._told("the links"):
+            self._find_links()
         with self._told("the logs of the run's processes"):
             self._forwarder.close()
         with self._told("the servers"):
@@ -120,8 +123,7 @@ class LiveView:
         with self._told("the journal"):
             self._read_journal()
         with self._told("how the run goes"):
-            shown = list(self._artifacts())
-            self._board.show(shown, (f"recipe:{config.name}", f"seed:{config.seed}"))
+            self._board.show(self._artifacts(), (f"recipe:{config.name}", f"seed:{config.seed}"))
 
     def _read_journal(self) -> None:
         """Only what is shown is kept: a long run has many metrics."""
@@ -131,27 +133,59 @@ class LiveView:
 
     def _find_links(self) -> None:
         run = self._session.run
-        links = find_links(run, *self._place())
-        if links != self._links:
-            links.write(run.directory)
-            self._links = links
+        with self._finding_links:
+            links = find_links(run, *self._place())
+            if links != self._links:
+                links.write(run.directory)
+                self._links = links
 
-    def _artifacts(self) -> Iterator[Shown]:
-        session, links = self._session, self._links or Links()
-        series, steps = Series(self._values), session.run.config.training.steps
-        step = _train_step(series)
-        said = _said(series, step, steps, self._summary)
-        yield Shown(RUN_KEY, "markdown", run_markdown(session.run, links), "What runs, and where")
-        yield Shown(PROGRESS_KEY, "progress", round(100 * step / steps, 1), said)
-        if any(self._values.values()):
-            yield Shown(CURVES_KEY, "markdown", _curves(series, steps, said), "How it goes")
+    def _artifacts(self) -> list[Shown]:
+        """Those that can be made. The report comes first: it is waited for only so long."""
+        parts = {
+            "the report": self._report,
+            "the page of the run": self._page,
+            "the progress": self._progress,
+            "the curves": self._curves,
+            "the servers": self._servers,
+        }
+        shown: list[Shown] = []
+        for what, part in parts.items():
+            with self._told(what):
+                if (made := part()) is not None:
+                    shown.append(made)
+        return shown
+
+    def _report(self) -> Shown | None:
+        if self._summary is None:
+            return None
+        text = report_markdown(self._session.run, self._summary, self._links or Links())
+        return Shown(REPORT_KEY, "markdown", text, "What the run came to")
+
+    def _page(self) -> Shown:
+        text = run_markdown(self._session.run, self._links or Links())
+        return Shown(RUN_KEY, "markdown", text, "What runs, and where")
+
+    def _progress(self) -> Shown:
+        done = _train_step(Series(self._values)) / self._steps
+        return Shown(PROGRESS_KEY, "progress", round(100 * done, 1), self._said())
+
+    def _curves(self) -> Shown | None:
+        if not any(self._values.values()):
+            return None
+        text = _drawn(Series(self._values), self._steps, self._said())
+        return Shown(CURVES_KEY, "markdown", text, "How it goes")
+
+    def _servers(self) -> Shown | None:
         rows = self._health() if self._last_health is None else self._last_health
-        if rows:
-            said = "The servers of the run" + (", before they were ended" if self._summary else "")
-            yield Shown(HEALTH_KEY, "table", rows, said)
-        if self._summary is not None:
-            text = report_markdown(session.run, self._summary, links)
-            yield Shown(REPORT_KEY, "markdown", text, "What the run came to")
+        said = "The servers of the run" + (", before they were ended" if self._summary else "")
+        return Shown(HEALTH_KEY, "table", rows, said) if rows else None
+
+    @property
+    def _steps(self) -> int:
+        return self._session.run.config.training.steps
+
+    def _said(self) -> str:
+        return _state_line(Series(self._values), self._steps, self._summary)
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -174,8 +208,9 @@ def _train_step(series: Series) -> int:
     return int(ended[-1]) if ended.size else 0
 
 
-def _said(series: Series, step: int, steps: int, summary: Mapping[str, Any] | None) -> str:
+def _state_line(series: Series, steps: int, summary: Mapping[str, Any] | None) -> str:
     """The state of the run in a line."""
+    step = _train_step(series)
     parts = [f"train step {step} of {steps}"]
     if (kl := series.last(KL)) is not None:
         parts.append(f"opd_reverse_kl {kl:.4f} nats/token")
@@ -196,7 +231,7 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
-def _curves(series: Series, until: int, said: str) -> str:
+def _drawn(series: Series, until: int, said: str) -> str:
     """The line, and a picture of each curve that there is."""
     drawn = []
     for name, title, percent, colour in (

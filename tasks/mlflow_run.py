@@ -59,9 +59,11 @@ def mlflow_run(run: RunRecord, *, uri: str | None = None, over: bool = True) -> 
 
 
 def _prefect_page(run: RunRecord) -> str:
-    """The flow run's page: as its flow knew it, which another process may not."""
-    known = read_links(run.directory).prefect
-    return known or prefect_page(run.history.attempts[-1].flow_run_id)
+    """The page of the latest attempt's flow run: as its flow knew it, which another process may
+    not."""
+    flow_run_id, known = run.history.attempts[-1].flow_run_id, read_links(run.directory).prefect
+    of_this_attempt = flow_run_id and known.endswith(flow_run_id)
+    return known if of_this_attempt else prefect_page(flow_run_id)
 
 
 def _tags(run: RunRecord, prefect: str) -> dict[str, str]:
@@ -74,9 +76,8 @@ def _tags(run: RunRecord, prefect: str) -> dict[str, str]:
         DIRECTORY_TAG: str(run.directory),
         "opd.host": platform.node(),
         "prefect.flow_run_id": run.history.attempts[-1].flow_run_id,
+        "prefect.flow_run_url": prefect,  # also an empty one: that of an earlier attempt is over
     }
-    if prefect:
-        tags["prefect.flow_run_url"] = prefect
     if (forked_from := run.history.forked_from) is not None:
         tags["opd.forked_from"] = forked_from.run_id
         tags["opd.forked_at_step"] = str(forked_from.train_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from tasks.comparing import Compared, compare_runs, tell_comparison
 from tasks.console import announce, warn
 from tasks.lookup import find_runs
 
-RERUN_OF_TAG, RERUN_TAG = "opd.rerun_of", "opd.rerun"
-"""MLflow's tags of a rerun: the original's run id, and the Prefect flow run that asked for it."""
+RERUN_OF_TAG, RERUN_TAG = "opd_rerun_of", "opd_rerun"
+"""MLflow's tags of a rerun: the original's run id, and the Prefect flow run that asked for it.
+Without a dot, which would part the key of a setting."""
 REPRODUCTION_TAG = "opd.reproduction"
 """The verdict, at MLflow's run of the comparison."""
 ROOT, TAGS = "run.root", "tracking.tags"
@@ -87,15 +89,18 @@ def find_source(
 def rerun_overrides(source: Source, overrides: Sequence[str], flow_run_id: str) -> list[str]:
     """The changes for each rerun: those that were asked for, where its directory is looked for
     later, and the tags by which MLflow shows what it is a rerun of, beside the recipe's own."""
-    tags = {**source.config.tracking.tags, RERUN_TAG: flow_run_id}
+    added = {ROOT: str(source.root), f"{TAGS}.{RERUN_TAG}": flow_run_id}
     if source.original is not None:
-        tags[RERUN_OF_TAG] = source.original.name
-    kept = [
-        each
-        for each, key in zip(overrides, _keys(overrides), strict=True)
-        if key not in (ROOT, TAGS) and not key.startswith(f"{TAGS}.")
-    ]
-    return [*kept, f"{ROOT}={json.dumps(str(source.root))}", f"{TAGS}={json.dumps(tags)}"]
+        added[f"{TAGS}.{RERUN_OF_TAG}"] = source.original.name
+    kept = [each for each, key in zip(overrides, _keys(overrides), strict=True) if key not in added]
+    return [*kept, *(f"{key}={json.dumps(value)}" for key, value in added.items())]
+
+
+def check_target(source: Source, target: Target) -> None:
+    """Raise :class:`ConfigError` if the original has no such metric or axis: without them there is
+    no verdict, however many runs are made. A recipe has none yet."""
+    if source.original is not None:
+        compare([load_run_data(source.original)], target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +166,21 @@ def tell_repeated(repeated: Repeated) -> None:
         tell_comparison(repeated.compared)
 
 
-def raise_failed(children: Sequence[Child]) -> None:
-    """Raise :class:`NotAllRan`, with names, if a run did not complete."""
-    if failed := _failed(children):
-        told = "the verdict is made of the others"
+@contextmanager
+def failed_are_named(children: Sequence[Child]) -> Iterator[None]:
+    """Around the verdict: raises :class:`NotAllRan`, with names, if a run did not complete, also
+    where the others cannot be judged."""
+    told = "the verdict is made of the others"
+    failed = _failed(children)
+    try:
+        yield
+    except NotAllRan:
+        raise
+    except Exception as error:
+        if not failed:
+            raise
+        told = f"and the others have no verdict ({error})"
+    if failed:
         raise NotAllRan(f"these of the {len(children)} reruns did not complete, {told}: {failed}")
 
 

@@ -28,6 +28,7 @@ from opd_core.analysis.outcome import (
     Pair,
     Target,
 )
+from opd_core.analysis.reproduction_content import by_content, unknown_teachers
 from opd_core.analysis.run_data import RunData
 from opd_core.analysis.statistics import Array, Bounds, Number
 
@@ -108,17 +109,20 @@ def judge_reruns(
     differences = find_differences(
         [*([(ORIGINAL, [original])] if original else []), (RERUNS, reruns)]
     )
+    if original is not None:
+        differences = by_content(differences, original)
     metric = comparison.target.metric
     changed = original is not None and any(each.kind == RECIPE for each in differences)
     others = [run for run in again if first is None or changed or run.seed != first.seed]
     new_run = _new_run(others, None if changed else first)
     same = None if original is None or changed else same_seed(original, reruns, metric)
-    if first is None:
+    if original is None or first is None:
         verdict, sentence = "", words.spread(metric, again, new_run)
     elif changed:
         verdict, sentence = "", " ".join(pair.sentence for pair in comparison.pairs)
     else:
         verdict, sentence = _judge(comparison, first, others, new_run, same)
+        sentence += words.unknown_weights(unknown_teachers([original, *reruns]))
     return Reproduction(
         verdict, sentence, metric, first, again, new_run, same, differences, left_out
     )
@@ -246,7 +250,7 @@ def _by_models(pair: Pair | None, same: SameSeed) -> tuple[str, str]:
     verdict = CANNOT_TELL
     if pair is not None and pair.verdict != CANNOT_TELL:
         verdict = REPRODUCED if pair.verdict == NO_DIFFERENCE else NOT_REPRODUCED
-    told = pair.sentence if pair else "It was not measured where the original was."
+    told = pair.sentence if pair else "The two were not compared by themselves."
     return verdict, (
         f"{verdict}: the rerun with the original's seed has other numbers from train step "
         f"{same.parted} on. {told}{_promise(same)} How far runs scatter is not known: three other "

@@ -70,3 +70,13 @@ def model_difference(metric: str, pair: Pair) -> str:
         return told
     interval = shown_interval(metric, pair.models)
     return f"{told} (these two models on new questions: 95 % {interval})"
+
+
+def unknown_weights(teachers: Sequence[str]) -> str:
+    """That what these teachers are is not known; empty without any."""
+    if not teachers:
+        return ""
+    return (
+        f" The weights of {', '.join(teachers)} are not known in every run (an external server has "
+        "them): that they are the same was not checked."
+    )

@@ -11,19 +11,49 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-KEY_REFERENCE = re.compile(r"(env|block):[A-Za-z_][\w.-]*")
+
+def _any_case(words: str) -> str:
+    """A pattern of these words in any case, with no inline flag: browsers know none."""
+    return re.sub("[a-z]", lambda letter: f"[{letter[0].upper()}{letter[0]}]", words)
+
+
+_REFERENCE = r"(?:env:[A-Za-z_]|block:[A-Za-z0-9_])[\w.-]*"
+KEY_REFERENCE = re.compile(_REFERENCE)
 """Where a secret is kept: an environment variable, or a Prefect Secret block."""
-SECRET_WORD = re.compile(
-    r"(?i)(?:^|[_-])(?:\w*(?:token|secret|password|passwd|passphrase|credentials?)|(?:api|access|private|secret)?key|auth)"
-    r"(?=$|[_-]|\d)"
+_NAME = (
+    "(?:"
+    + _any_case("token|secrets?|passwords?|passwd|passphrases?|credentials?|authorization")
+    + "|(?<![A-Za-z])"
+    + _any_case("(?:(?:api|access|private|secret)?keys?|auth|pass|pwd|pat)")
+    + r")(?![A-Za-z])(?![\w-]*[_-]"
+    + _any_case("(?:file|path|dir|ids?|num|size|len|count|map|mode|at)")
+    + r"(?![\w-]))[\w-]*"
 )
-NO_SECRET = re.compile(r"(?i)[_-](?:file|path|dir|id|num|size|len|count|map|mode)$")
-SWITCH = re.compile(r"(?i)|true|false|yes|no|on|off|[01]")
-URL_PASSWORD = re.compile(r"://[^/?#\s]*:[^/?#\s]*@")
-KEY_SHAPE = re.compile(
-    r"(?:hf_|sk-|ghp_|github_pat_|glpat-|AKIA|xox[abp]-)[\w-]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY"
+SECRET_NAME = re.compile(_NAME)
+"""The name of a secret, from its telling word on; ``tokens`` is none, which are counted."""
+_SWITCH = _any_case("true|false|yes|no|on|off") + "|[01]"
+SWITCH = re.compile(f"(?:{_SWITCH})?")
+_END = r"""(?=["']?\s*(?:[,}\]]+(?:[\s"'{\[]|$)|\n|$)|["']?\s+#)"""
+_HARMLESS = f"(?:{_REFERENCE}|{_any_case('null')}|~|{_SWITCH}){_END}"
+_VALUE = r"""[^\s"',}\]]"""
+OPEN_SECRET = re.compile(
+    "|".join(
+        (
+            rf"""{_NAME}["']?\s*[:=]\s*["']?(?!{_HARMLESS}){_VALUE}""",
+            # A flag, and its value in the same item of a list or in the next.
+            rf"""(?<![\w-])--?[\w-]{{0,60}}?{_NAME}["']?\s*(?:[,=]|\n\s*-\s)\s*["']?(?!-){_VALUE}""",
+            r"Bearer\s+\S",
+            r"://[^/?#\s]*:[^/?#\s]*@",
+            _any_case("https?") + r"://[^/?#\s]*@",
+            # How the keys of well-known services begin.
+            r"(?:hf_|sk-|ghp_|github_pat_|glpat-|AKIA|xox[abp]-)[\w-]{16,}",
+            "-----BEGIN [A-Z ]*PRIVATE KEY",
+        )
+    )
 )
-"""How the keys of well-known services begin."""
+"""A secret in a text, be it YAML, JSON or a command line: a setting or a flag that is named like
+one and has another value than a reference, a user or password in a URL, a key of a known shape.
+Browsers can read the pattern too."""
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 DEVICE = re.compile(r"cpu(:(0|[1-9]\d*))?|0|[1-9]\d*|GPU-[\w-]+|MIG-[\w-]+")
 OWNED_FLAGS = {
@@ -137,12 +167,12 @@ def _endpoint(value: str) -> str:
 def names_a_secret(name: str) -> bool:
     """Whether a variable or a flag of this name holds a secret: ``HF_TOKEN``, ``--ssl-password``;
     not ``TOKENIZERS_PARALLELISM``, ``SSL_KEY_FILE`` or ``--max-prefill-token-num``."""
-    return bool(SECRET_WORD.search(name)) and not NO_SECRET.search(name)
+    return bool(SECRET_NAME.search(name))
 
 
-def shows_a_secret(value: str) -> bool:
-    """Whether a value is one on the face of it: a password in a URL, a key of a known shape."""
-    return bool(URL_PASSWORD.search(value) or KEY_SHAPE.search(value))
+def shows_a_secret(text: str) -> bool:
+    """Whether a text has a secret in it on the face of it, as :data:`OPEN_SECRET` says."""
+    return bool(OPEN_SECRET.search(text))
 
 
 def _extra_args(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -152,11 +182,11 @@ def _extra_args(values: tuple[str, ...]) -> tuple[str, ...]:
             f"{', '.join(owned)} cannot stand here: the address is 127.0.0.1, the port belongs in "
             "launch.port or the endpoint, and a key in api_key (command lines are public)"
         )
-    for number, value in enumerate(values):
+    for number, (value, following) in enumerate(zip(values, (*values[1:], "-"), strict=False)):
         flag, given, inside = value.partition("=")
-        following = inside if given else "".join(values[number + 1 : number + 2])
-        named = flag.startswith("-") and names_a_secret(flag) and not SWITCH.fullmatch(following)
-        if (named and not following.startswith("-")) or shows_a_secret(value):
+        named = flag.startswith("-") and names_a_secret(flag)
+        valued = inside if given else not following.startswith("-")
+        if (named and valued) or shows_a_secret(value):
             raise ValueError(
                 f"{flag if named else f'argument {number}'} looks like a secret, and command lines "
                 "are public: give it to the server in an environment variable, as env: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opd_core.config import ExperimentConfig
+from opd_core.lifecycle.launch import SUPERVISOR_LOG
 from opd_core.lifecycle.ledger import LEDGER_FILE
 from opd_core.lifecycle.records import RECEIPT_FILE
 from opd_core.training import files
@@ -31,7 +32,12 @@ def written_files(config: ExperimentConfig, parameters: int) -> tuple[Written, .
         Written(files.RUN_FILE, "attempts, fingerprints of models and data"),
         Written(files.PROVENANCE_FILE, "code, packages and machine of each attempt"),
         Written(LEDGER_FILE, "every process before and after its start"),
+        Written(SUPERVISOR_LOG, "what the process says that starts and ends the others"),
         Written(f"{files.LOGS_FOLDER}/", "a log of each process"),
+        Written(files.LINKS_FILE, "pages on which the run is shown"),
+        *_of_servers(config),
+        Written(files.LOCK_FILE, "locked by the job as long as it lives"),
+        Written(files.PHASE_FILE, "what the job does right now"),
         Written(files.JOURNAL_FILE, "the metrics of every train step"),
         Written(f"{files.BATCHES_FOLDER}/", "the groups that no kept checkpoint covers"),
     ]
@@ -49,6 +55,8 @@ def written_files(config: ExperimentConfig, parameters: int) -> tuple[Written, .
         found.append(Written(f"{files.EVALUATIONS_FOLDER}/", "each held-out question"))
     found += [
         Written("student/", "the trained student, in Hugging Face format", 4 * parameters),
+        Written(files.MODEL_CARD_FILE, "what the student is"),
+        Written(files.RESULT_FILE, "how the job ended"),
         Written(files.SUMMARY_FILE, "what the run came to"),
         Written(files.REPORT_FILE, "the run as a page"),
         Written(RECEIPT_FILE, "how every process ended, and that nothing is left"),
@@ -77,9 +85,25 @@ def checkpoints(config: ExperimentConfig, fp32_bytes: int) -> tuple[int, int]:
     return config.training.keep_checkpoints + 1, copies * fp32_bytes
 
 
-def _tracking(config: ExperimentConfig) -> tuple[Written, ...]:
-    if not config.tracking.mlflow:
-        return ()
-    if config.tracking.mlflow_uri is not None:
-        return (Written(config.tracking.mlflow_uri, "MLflow: metrics, report, tables"),)
-    return (Written(f"{config.run.root_dir}/mlflow.db", "MLflow: metrics, report, tables"),)
+def _of_servers(config: ExperimentConfig) -> list[Written]:
+    found = []
+    if config.opd is not None:
+        found += [
+            Written("pair_check.md", "how each teacher fits the student"),
+            Written("pair_check.json", "the same, to parse"),
+            Written(files.TEACHERS_FILE, "facts of each teacher that scoring needs"),
+            Written(files.SCORING_FILE, "how scoring goes"),
+        ]
+    if config.sampling.by_servers:
+        found.append(Written(files.SAMPLERS_FILE, "where the student's servers answer"))
+    return found
+
+
+def _tracking(config: ExperimentConfig) -> list[Written]:
+    tracking, found = config.tracking, []
+    if tracking.tensorboard:
+        found.append(Written("tensorboard/", "event files of the metrics"))
+    if tracking.mlflow:
+        place = tracking.mlflow_uri or f"{config.run.root_dir}/mlflow.db"
+        found.append(Written(place, "MLflow: metrics, report, tables"))
+    return found

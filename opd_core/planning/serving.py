@@ -16,6 +16,8 @@ SGLANG_PREFILL, SGLANG_ROWS = 8192, 256
 """What SGLang 0.5.23 chooses by itself on cards of 60 to 160 GiB with TP below 4."""
 LMDEPLOY_PREFILL, LMDEPLOY_ROWS, LMDEPLOY_SHARE = 8192, 1024, 0.8
 """What LMDeploy 0.18.0 chooses by itself on H100 and H200 (fewer rows on others)."""
+LMDEPLOY_CPU_ROWS = 8
+"""What its command says of a teacher without a GPU."""
 EMBEDDED_PREFILL, EMBEDDED_LOGITS = 16384, 2 * 4 * 2**26
 """The embedded server's: tokens of a forward, and bytes of logits with their copy."""
 
@@ -87,9 +89,14 @@ def _lmdeploy(
     """``--cache-max-entry-count`` is the KV cache's share of what is free after the weights and a
     reserve of (prefill tokens + 2 x rows) x vocabulary x 2 bytes (LMDeploy 0.18.0,
     ``pytorch/engine/executor/base.py``). Scoring makes the logits of a whole chunk and their
-    log-softmax (``model_agent/agent.py``), which may be more than that reserve."""
+    log-softmax (``model_agent/agent.py``), which may be more than that reserve. Without a GPU,
+    where only a stand-in of its engine runs, the cache is that of all its rows."""
     launch = server.launch
     weights, dtype = _weights(server, shape)
+    if not uses_gpu(launch):
+        rows = server.sampling.max_rows if server.sampling else LMDEPLOY_CPU_ROWS
+        tokens = rows * config.rollout_tokens
+        return ServerNeeds((weights, _cache(server, shape, dtype, tokens)))
     prefill = launch.prefill_tokens or LMDEPLOY_PREFILL
     rows = server.sampling.max_rows if server.sampling else LMDEPLOY_ROWS
     share = launch.memory_fraction or LMDEPLOY_SHARE
@@ -114,8 +121,7 @@ def _lmdeploy(
         Item(server.who, "KV cache", limit, how, awake),
         logits,
     )
-    bounds = (Bound(server.who, (one,), limit, how),) if uses_gpu(launch) else ()
-    return ServerNeeds(held, bounds, limit / one.bytes)
+    return ServerNeeds(held, (Bound(server.who, (one,), limit, how),), limit / one.bytes)
 
 
 def _embedded(

@@ -25,7 +25,7 @@ def training_items(config: ExperimentConfig, shape: ModelShape, *, gpu: bool) ->
     that share one copy (FSDP2); the gradient lives from the backward pass to the update.
     """
     found = [
-        *_states(config, shape),
+        *_states(config, shape, gpu=gpu),
         *_passing(config, shape),
         *_activations(config, shape),
         *_logits(config, shape),
@@ -64,7 +64,7 @@ def sampling_items(config: ExperimentConfig, shape: ModelShape, *, gpu: bool) ->
     return found
 
 
-def _states(config: ExperimentConfig, shape: ModelShape) -> list[Item]:
+def _states(config: ExperimentConfig, shape: ModelShape, *, gpu: bool) -> list[Item]:
     ranks = shard_ranks(config)
     total = shape.parameters
     trained = total if config.student.lora is None else _adapters(config, shape)
@@ -78,9 +78,13 @@ def _states(config: ExperimentConfig, shape: ModelShape) -> list[Item]:
     found = [
         Item(TRAINER, "fp32 weights and Adam's moments", kept, how),
         Item(TRAINER, "gradients", 4 * trained // ranks, slopes, (*BACKWARD, *UPDATE)),
-        # torch's AdamW works on all parameters at once ("foreach"), with one more set of them.
-        Item(TRAINER, "temporaries of the update", 4 * trained // ranks, slopes, UPDATE),
     ]
+    if gpu:
+        # There torch's AdamW works on all parameters at once ("foreach"), with one more set of
+        # them; on a CPU one parameter after the other.
+        found.append(
+            Item(TRAINER, "temporaries of the update", 4 * trained // ranks, slopes, UPDATE)
+        )
     if config.training.reference_kl_weight > 0 and config.student.lora is None:
         how = f"{count(total)} parameters x 4 bytes{over}"
         found.append(Item(TRAINER, "the reference's weights", 4 * total // ranks, how))

@@ -55,10 +55,10 @@ def server_command(
     start = [python, "-m", module]
     if keyed and key_flag:
         start = [python, str(KEYED_LAUNCH), module, key_flag]
-    if keyed and backend == "sglang":  # at level info it logs its arguments, the key among them
-        flags += ["--log-level", "warning"]
+    # At level info it logs its arguments, the key among them. The last one counts.
+    quiet = ("--log-level", "warning") if keyed and backend == "sglang" else ()
     return ServerCommand(
-        argv=(*start, *flags, *launch.extra_args),
+        argv=(*start, *flags, *launch.extra_args, *quiet),
         env={
             **_device_env(backend, launch),
             **(_sampling_env(backend, launch) if sampling else {}),

@@ -115,3 +115,6 @@ def test_a_run_starts_what_was_planned_and_writes_the_files(tmp_path: Path) -> N
     assert not started
     for file in planned.files:
         assert (run / file.path).exists(), file
+    said = {file.path.removesuffix("/") for file in planned.files}
+    only_sometimes = {"parked"}  # where the teacher was away for a while
+    assert {path.name for path in run.iterdir()} - only_sometimes <= said

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,9 +15,10 @@ from prefect.utilities.schema_tools.validation import ValidationError, validate
 from pydantic import ValidationError as RequestError
 
 from flows.distill import distill
-from flows.form import REFERENCES
+from flows.form import NO_SECRET, REFERENCES
 from flows.request import DistillRequest, Recipe
 from opd_core.config import ExperimentConfig
+from opd_core.config.values import names_a_secret
 from opd_core.errors import ConfigError
 from opd_core.recipe import RECIPES, load_recipe
 from opd_core.tracking.mlflow_sink import flatten_params
@@ -134,6 +139,19 @@ def test_the_server_refuses_what_cannot_be_meant(fields: dict[str, Any]) -> None
         {"settings": f'{{"opd": {{"teachers": [{{"api_key" : "{SECRET}"}}]}}}}'},
         {"settings": f"api_key:\n  {SECRET}"},
         {"settings": f"ray:\n  address: http://me:{SECRET}@head:8265"},
+        {"settings": f"extra_args:\n  - --hf-token\n  - {SECRET}"},
+        {"settings": f"extra_args: ['--header', 'Authorization: Bearer {SECRET}']"},
+        {"overrides": [f"opd.teachers.0.launch.env.AUTH={SECRET}"]},
+        {"overrides": [f"opd.teachers.0.launch.env.openai_key={SECRET}"]},
+        {"overrides": [f"opd.teachers.0.launch.env.HF_TOKEN_2={SECRET}"]},
+        {"overrides": [f"opd.teachers.0.launch.env={{Authorization: 'Bearer {SECRET}'}}"]},
+        {"overrides": [f"opd.teachers.0.launch.env={{MY_TOKEN: no.{SECRET}}}"]},
+        {"overrides": [f"opd.teachers.0.api_key=1-{SECRET}"]},
+        {"overrides": [f"opd.teachers.0.api_key=off-the-record-{SECRET}"]},
+        {"overrides": [f"opd.teachers.0.api_key=env:x {SECRET}"]},
+        {"overrides": [f"opd.teachers.0.api_key=1#{SECRET}"]},
+        {"overrides": [f"opd.teachers.0.api_key=0}}{SECRET}"]},
+        {"overrides": [f"tracking.mlflow_uri=https://{SECRET}@mlflow"]},
     ],
     ids=str,
 )
@@ -158,7 +176,11 @@ def test_the_server_says_what_to_write_in_place_of_a_secret() -> None:
         "opd.teachers.0.api_key=env:TEACHER_KEY",
         "opd.teachers.0.api_key='block:teacher-key'",
         "opd.teachers.0.api_key=null",
+        "opd.teachers.0.api_key=block:2nd-key",
+        "opd.teachers.0.api_key=null # the old one asked for none",
         "opd.teachers.0.api_key=",
+        'opd.teachers=[{"name":"a","api_key":null},{"api_key":"env:KEY"}]',
+        "opd.teachers.0.launch.extra_args=[--disable-custom-key, --max-prefill-token-num, 9]",
         "opd.teachers.0.launch.env={HF_TOKEN: env:HF_TOKEN, TOKENIZERS_PARALLELISM: 'false'}",
         "opd.teachers.0.launch.env.HF_HUB_DISABLE_IMPLICIT_TOKEN='1'",
         "opd.teachers.0.launch.env.SSL_KEY_FILE=/etc/key.pem",
@@ -171,12 +193,47 @@ def test_what_names_where_a_secret_is_kept_is_none(text: str) -> None:
     assert submit(settings="# " + text).changes == []
 
 
-def test_no_setting_that_ships_looks_like_a_secret() -> None:
-    config: ExperimentConfig
-    for recipe in ("tiny", "tiny_multi_teacher", "tiny_sglang"):
-        config = load_recipe(RECIPES / f"{recipe}.yaml")
-        settings = [f"{key}={value}" for key, value in flatten_params(config.resolved()).items()]
-        assert submit(recipe=recipe, overrides=settings).changes == settings
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_no_recipe_that_ships_looks_like_a_secret(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert submit(settings=text).settings == text
+    config: ExperimentConfig = load_recipe(file)
+    settings = [f"{key}={value}" for key, value in flatten_params(config.resolved()).items()]
+    assert submit(overrides=settings).overrides == settings
+
+
+def test_no_key_of_a_recipe_is_the_name_of_a_secret_but_the_api_key() -> None:
+    manual = RECIPES.parents[1] / "docs" / "configuration.md"
+    keys = re.findall(r"(?m)^\| `([\w.]+)` \|", manual.read_text(encoding="utf-8"))
+    assert len(keys) > 100
+    for key in keys:
+        if not key.endswith(".api_key"):
+            assert submit(overrides=[f"{key}=a word"]).overrides
+            assert not names_a_secret(key)
+
+
+def test_a_browser_reads_the_patterns_as_the_server_does(tmp_path: Path) -> None:
+    if not (node := shutil.which("node")):
+        pytest.skip("no node on this machine")
+    texts = [
+        f"opd.teachers.0.launch.env.HF_TOKEN_2={SECRET}",
+        f"a=1\nextra_args:\n  - --hf-token\n  - {SECRET}",
+        "opd.teachers.0.api_key=env:TEACHER_KEY",
+        "sampling.max_new_tokens=9",
+    ]
+    script = tmp_path / "ask.js"
+    script.write_text(
+        "const [pattern, ...texts] = JSON.parse(process.argv[2]);"
+        "console.log(JSON.stringify(texts.map((text) => new RegExp(pattern, 'u').test(text))))"
+    )
+    said = subprocess.run(
+        [node, str(script), json.dumps([NO_SECRET, *texts])],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(said.stdout) == [False, False, True, True]
+    assert [bool(re.search(NO_SECRET, text)) for text in texts] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -219,6 +276,22 @@ def test_and_of_a_run_to_go_on_it_is_its_own_recipe_that_counts(tmp_path: Path) 
         request = submit(teacher_endpoint="http://gpu-7:30000", **{how: str(tmp_path)})
         with pytest.raises(ConfigError, match=r"adder.*subtractor"):
             _ = request.changes
+
+
+@pytest.mark.parametrize("how", ["resume", "fork"])
+def test_that_run_is_looked_for_where_the_settings_say(tmp_path: Path, how: str) -> None:
+    run = tmp_path / "elsewhere" / "tiny-1"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text('{"opd": {"teachers": [{"name": "a"}, {"name": "b"}]}}')
+    where = f"run: {{root: {run.parent}}}"
+    request = submit(teacher_devices="cpu", settings=where, **{how: run.name})
+    with pytest.raises(ConfigError, match=r"opd\.teachers\.1 \(b\)"):
+        _ = request.changes
+
+
+def test_a_key_that_is_written_twice_in_the_piece_of_yaml_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"line 3: the key 'seed' is written twice"):
+        DistillRequest(settings="seed: 1\nname: a\nseed: 2\n")
 
 
 def test_a_setting_is_written_once() -> None:

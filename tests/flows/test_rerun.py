@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from flows.request import DistillRequest
 from flows.rerun import METRIC, RerunRequest
 from opd_core.analysis.comparison import Target
+from opd_core.errors import ConfigError
 from opd_core.recipe import find_recipe, load_recipe
 
 
@@ -30,6 +32,7 @@ def requests_of(request: RerunRequest) -> list[DistillRequest]:
         {"width": -1},
         {"overrides": ["training.steps"]},
         {"overrides": ["seed=3"]},
+        {"seeds": list(range(101))},
         {"deployment": "distill"},
         {"axis": "hours"},
         {"margin": 0},
@@ -55,7 +58,7 @@ def test_a_recipe_is_repeated_with_each_seed_and_every_change() -> None:
     assert (first.recipe, first.recipe_file, first.seed, second.seed) == ("tiny", "", 5, 6)
     config = load_recipe(first.path, first.changes)
     assert (config.seed, config.training.steps) == (5, 3)
-    assert "opd.rerun" in config.tracking.tags
+    assert "opd_rerun" in config.tracking.tags
 
 
 def test_without_seeds_the_recipes_own_is_taken() -> None:
@@ -75,4 +78,34 @@ def test_a_run_is_repeated_from_its_own_recipe(tmp_path: Path) -> None:
     again = load_recipe(only.path, only.changes)
     assert (again.seed, again.training.steps, again.name) == (77, 9, "tiny")
     assert again.run.root_dir == tmp_path
-    assert again.tracking.tags["opd.rerun_of"] == "tiny-1"
+    assert again.tracking.tags["opd_rerun_of"] == "tiny-1"
+
+
+@pytest.mark.parametrize(
+    ("change", "instead"),
+    [
+        ("run={teardown_s: 60}", "run.NAME=VALUE"),
+        ("tracking={mlflow: false}", "tracking.NAME=VALUE"),
+        (" tracking.tags = {a: b}", "tracking.tags.NAME=VALUE"),
+    ],
+)
+def test_what_a_rerun_adds_to_is_not_replaced_as_a_whole(change: str, instead: str) -> None:
+    with pytest.raises(ValidationError, match=instead):
+        RerunRequest(overrides=[change])
+
+
+def test_changes_that_contradict_each_other_are_told_in_plain_words() -> None:
+    request = RerunRequest(overrides=["training.steps=2", "training.steps=3"])
+    with pytest.raises(ConfigError, match=r"training\.steps is set twice"):
+        requests_of(request)
+
+
+def test_a_recipes_own_tags_stay_and_do_not_go_through_the_form(tmp_path: Path) -> None:
+    recipe = yaml.safe_load(find_recipe("tiny").read_text())
+    recipe.setdefault("tracking", {})["tags"] = {"token": "bpe"}
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    (only,) = requests_of(RerunRequest(recipe_file=str(file)))
+    assert "bpe" not in only.model_dump_json()
+    tags = load_recipe(only.path, only.changes).tracking.tags
+    assert (tags["token"], set(tags)) == ("bpe", {"token", "opd_rerun"})

@@ -336,6 +336,17 @@ def test_an_empty_variable_means_the_cpu(tmp_path: Path) -> None:
     assert (config.student.devices, launched_on(config)) == (("cpu",), [("cpu",)])
 
 
+def test_an_empty_variable_is_the_cpu_also_where_a_recipe_has_a_default() -> None:
+    environ = {"TEACHER_CUDA_VISIBLE_DEVICES": ""}
+    config = load_recipe(find_recipe("dapo_math_qwen3_8b"), environ=environ)
+    assert launched_on(config) == [("cpu",)]
+    with_default = ["student.devices=$STUDENT_CUDA_VISIBLE_DEVICES:-0"]
+    config = load_recipe(
+        find_recipe("tiny"), with_default, environ={"STUDENT_CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert config.student.devices == ("cpu",)
+
+
 @pytest.mark.parametrize("written", ["[0, 1]", "['0', '1']"])
 def test_a_variable_may_repeat_the_recipe(tmp_path: Path, written: str) -> None:
     environ = {"STUDENT_CUDA_VISIBLE_DEVICES": "0,1"}

@@ -74,7 +74,7 @@ class PrefectPage:
         self.page.get_by_role("tab", name="Artifacts").click()
         exactly = self.page.get_by_text(key, exact=True)
         self.page.get_by_role("tabpanel").get_by_role("link").filter(has=exactly).click()
-        self.page.wait_for_url(re.compile(r"/artifacts/artifact/"))
+        expect(self.page.get_by_role("tab", name="Raw")).to_be_visible()
 
     def picture(self, name: str, height: int = 800) -> None:
         """What is in the window now, ``height`` pixels of it."""

@@ -62,9 +62,10 @@ def run_of(lab: Lab, flow_run_id: str) -> RunView:
     return run
 
 
-def flow_runs(lab: Lab) -> int:
+def experiments(lab: Lab) -> int:
+    distill = lab.deployment_id("distill")
     with lab.client() as client:
-        return sum(run.name != "janitor" for run in client.read_flow_runs())
+        return sum(run.deployment_id == distill for run in client.read_flow_runs())
 
 
 def test_an_experiment_is_filled_in_started_and_followed_to_its_report(
@@ -91,11 +92,10 @@ def test_an_experiment_is_filled_in_started_and_followed_to_its_report(
         prefect.open_artifact(artifact)
         if artifact == "curves":
             prefect.picture("prefect-curves", height=900)
+    run = run_of(lab, flow_run_id)
+    expect(prefect.page.get_by_text(f"{run.run_id}: completed").first).to_be_visible()
     prefect.picture("prefect-report")
-    expect(
-        prefect.page.get_by_text(f"{run_of(lab, flow_run_id).run_id}: completed")
-    ).to_be_visible()
-    config = run_of(lab, flow_run_id).json_file("config.json")
+    config = run.json_file("config.json")
     assert config["training"]["steps"] == 3
     assert config["training"]["prompts_per_step"] == 16
     assert config["evaluation"]["samples"] == 1
@@ -104,7 +104,7 @@ def test_an_experiment_is_filled_in_started_and_followed_to_its_report(
 def test_a_mistake_and_a_secret_are_refused_in_the_form_and_nothing_is_kept(
     lab: Lab, prefect: PrefectPage
 ) -> None:
-    before = flow_runs(lab)
+    before = experiments(lab)
     prefect.open_form("distill")
     prefect.field("Learning rate").fill("-1")
     prefect.field("Devices of the student").fill("gpu0")
@@ -117,7 +117,7 @@ def test_a_mistake_and_a_secret_are_refused_in_the_form_and_nothing_is_kept(
     expect(refused).to_contain_text("env:NAME or block:NAME in place of a key or password")
     refused.scroll_into_view_if_needed()
     prefect.picture("prefect-form-refused")
-    assert flow_runs(lab) == before
+    assert experiments(lab) == before
 
     prefect.field("Learning rate").fill("")
     prefect.field("Devices of the student").fill("")

@@ -109,10 +109,10 @@ def test_a_schedule_fires_and_its_reruns_are_in_mlflow_linked_and_compared(lab: 
 
     client = connect(lab.mlflow_url)
     experiment = client.get_experiment_by_name("opd").experiment_id
-    linked = client.search_runs([experiment], f"tags.`opd.rerun_of` = '{original.name}'")
+    linked = client.search_runs([experiment], f"tags.opd_rerun_of = '{original.name}'")
     kinds = {run.data.tags["opd.kind"]: run for run in linked}
     reruns = [run for run in linked if run.data.tags["opd.kind"] == "run"]
-    assert {run.data.tags["opd.rerun"] for run in reruns} == {parent}
+    assert {run.data.tags["opd_rerun"] for run in reruns} == {parent}
     assert {run.data.params["seed"] for run in reruns} == {str(SEED), str(OTHER)}
     flow_runs = {run.data.tags["prefect.flow_run_id"] for run in reruns}
     assert flow_runs == {str(again.id), str(other.id)}

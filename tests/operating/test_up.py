@@ -8,13 +8,15 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import CronSchedule
+from prefect.states import Pending, Scheduled
 
-from opd_core.lifecycle.ports import port_is_free
+from opd_core.lifecycle.ports import port_is_free, reserve_ports
 from tests.operating.conftest import MakeLab
 from tests.operating.lab import PROJECT, Lab, wait_until
 
@@ -81,6 +83,41 @@ def test_ctrl_c_ends_the_run_under_way_and_the_waiting_one_is_run_after_the_next
     lab.start()
     assert lab.state(ended) == "Crashed"
     lab.wait_for(waiting, "Completed")
+
+
+def test_a_run_that_was_taken_up_and_not_started_is_run_after_the_next_start(
+    make_lab: MakeLab,
+) -> None:
+    lab = make_lab()
+    with lab.client() as client:
+        # As a worker leaves it that ends between making it Pending and starting its process.
+        run = client.create_flow_run_from_deployment(
+            lab.deployment_id("distill"),
+            parameters={"request": SHORT},
+            state=Scheduled(scheduled_time=datetime.now(UTC) + timedelta(hours=1)),
+        ).id
+        client.set_flow_run_state(run, Pending(), force=True)
+    assert lab.stop(signal.SIGINT) == 0, lab.said()
+    lab.start()
+    lab.wait_for(str(run), "Completed")
+
+
+def test_a_second_lab_over_the_same_prefect_database_is_refused(lab: Lab, tmp_path: Path) -> None:
+    with reserve_ports(2) as reserved:
+        ports = [str(port) for port in reserved.ports]
+    command = [sys.executable, "-m", "deployments.cli", "up", "--root", str(tmp_path / "runs")]
+    environment = {**lab.environment}
+    del environment["PREFECT_API_URL"], environment["MLFLOW_TRACKING_URI"]
+    second = subprocess.run(
+        [*command, "--port", ports[0], "--mlflow-port", ports[1]],
+        cwd=PROJECT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert second.returncode == 2
+    assert "a PREFECT_HOME of its own" in " ".join(second.stderr.split())
 
 
 def test_a_killed_opd_up_leaves_nothing_and_its_run_is_told_as_ended(make_lab: MakeLab) -> None:

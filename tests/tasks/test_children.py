@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import httpx
 import pytest
 from prefect.client.schemas.objects import State
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
 
 from tasks.children import AWAY_S, POLL_S, Asked, Child, run_children
@@ -26,6 +28,8 @@ class FakeDeployment:
     away: Callable[[], bool] = lambda: False
 
     def start(self, asked: Asked) -> Child:
+        if self.away():
+            raise ConnectionError("refused")
         self.started.append(asked.key)
         return Child(asked, f"id-{asked.key}", Scheduled())
 
@@ -86,14 +90,45 @@ def test_what_an_earlier_try_completed_takes_no_place() -> None:
 def test_an_api_that_is_away_for_a_while_is_waited_for_as_often_as_it_is() -> None:
     clock = Clock()
     once = [False, *[True] * int(0.6 * AWAY_S / POLL_S)]
-    away = [*once, *once]
+    away = [*once, *once, *[False] * len(ASKED)]
     deployment = FakeDeployment(away=lambda: bool(away) and away.pop())
     assert len(run_children(ASKED, deployment, 0, clock.wait, clock)) == 3
     assert clock.now > AWAY_S
 
 
-def test_an_api_that_stays_away_ends_the_wait() -> None:
-    clock = Clock()
+def test_an_api_that_is_away_while_runs_are_asked_for_is_waited_for_too() -> None:
+    clock, away = Clock(), [True, True, False]
+    deployment = FakeDeployment(away=lambda: bool(away) and away.pop())
+    children = run_children(ASKED, deployment, 0, clock.wait, clock)
+    assert deployment.started == [each.key for each in ASKED]
+    assert [child.asked for child in children] == ASKED
+    assert clock.now >= 2 * POLL_S
+
+
+@pytest.mark.parametrize("started", [0, 3])
+def test_an_api_that_stays_away_ends_the_wait(started: int) -> None:
+    clock, there = Clock(), [True] * started
+    deployment = FakeDeployment(away=lambda: not (there and there.pop()))
     with pytest.raises(ConnectionError):
-        run_children(ASKED, FakeDeployment(away=lambda: True), 0, clock.wait, clock)
+        run_children(ASKED, deployment, 0, clock.wait, clock)
     assert AWAY_S < clock.now <= AWAY_S + 2 * POLL_S
+
+
+def answer(status: int) -> PrefectHTTPStatusError:
+    """What Prefect's client raises for it."""
+    request = httpx.Request("POST", "http://prefect/api")
+    response = httpx.Response(status, request=request)
+    return PrefectHTTPStatusError("refused", request=request, response=response)
+
+
+@pytest.mark.parametrize("error", [ObjectNotFound(ValueError("deleted")), answer(409)])
+def test_what_prefect_refuses_is_not_asked_again(error: Exception) -> None:
+    clock = Clock()
+
+    class Refusing(FakeDeployment):
+        def start(self, asked: Asked) -> Child:
+            raise error
+
+    with pytest.raises(type(error)):
+        run_children(ASKED, Refusing(), 0, clock.wait, clock)
+    assert clock.now == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.forwarding import AT_ONCE, MOST_BYTES, LogForwarder, level_of
+from tasks.forwarding import AT_ONCE, LONGEST_LINE, MOST_BYTES, LogForwarder, level_of
 
 
 @dataclass
@@ -121,6 +121,38 @@ def test_no_key_comes_through(logs: Logs) -> None:
         "teacher: ERROR Authorization: Bearer *** is old",
         'teacher: ERROR api_key=\'***\' and "token": "***" at http://host/x',
     ]
+
+
+LONG_SECRET = "Planted4Secret9Value7" + "abcdefgh1" * 8
+
+
+@pytest.mark.parametrize("before", range(LONGEST_LINE - 100, LONGEST_LINE, 20))
+def test_no_part_of_a_secret_comes_through_where_a_line_is_cut(logs: Logs, before: int) -> None:
+    forwarder = logs.forwarder(LONG_SECRET)
+    line = f"{'x' * before} {LONG_SECRET}\n"
+    logs.write(f"ERROR {line}Traceback (most recent call last):\n  f()\n{line}")
+    logs.write(f"Traceback (most recent call last):\n  {line}")  # it is told at the end
+    forwarder.close()
+    assert len(logs.told) == 3
+    assert not [text for _, text in logs.told if "Planted" in text]
+
+
+def test_no_secret_comes_through_with_its_digits_folded(logs: Logs) -> None:
+    forwarder = logs.forwarder(LONG_SECRET)
+    logs.write("".join(f"WARNING refused {LONG_SECRET}, try {n}\n" for n in range(3)))
+    forwarder.close()
+    assert [text for _, text in logs.told] == [
+        "teacher: WARNING refused ***, try 0",
+        "teacher: seen 3 times (# is any number): WARNING refused ***, try #",
+    ]
+
+
+def test_no_part_of_a_secret_comes_through_where_reading_begins_late(logs: Logs) -> None:
+    forwarder = logs.forwarder(LONG_SECRET)
+    read = f"{LONG_SECRET[10:]} ERROR\nERROR last\n"
+    logs.write(f"x {LONG_SECRET[:10]}{read}{'y' * (MOST_BYTES - len(read) - 1)}\n")
+    forwarder.look()
+    assert [text for _, text in logs.told] == ["teacher: ERROR last"]
 
 
 def test_after_its_close_nothing_is_forwarded(logs: Logs) -> None:

@@ -6,22 +6,25 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from opd_core.config import OPDTeacherConfig
 from opd_core.errors import ConfigError, PreflightError, ServingError
 from opd_core.lifecycle.process import read_stat
 from opd_core.lifecycle.reaper import look
 from opd_core.lifecycle.records import read_receipt
 from opd_core.lifecycle.registry import Registry
-from opd_core.recipe import RECIPES, find_recipe
-from opd_core.serving.kept.record import KeptTeacher
+from opd_core.recipe import RECIPES, find_recipe, load_recipe
+from opd_core.serving.kept.record import KeptState, KeptTeacher
 from opd_core.serving.kept.users import use_kept
 from tasks.kept_teacher import end_teacher, keep_teacher, overrides_to_use
-from tests.opd_core.serving.kept_standin import an_order, wait_until
+from tests.opd_core.serving.kept_standin import an_order, said_to_serve, wait_until
 
 TINY = find_recipe("tiny")
 Up = Callable[..., KeptTeacher]
@@ -127,8 +130,10 @@ def test_the_reaper_settles_it_when_keeper_and_supervisor_are_killed(
     os.kill(supervisor, signal.SIGKILL)
     os.kill(keeper, signal.SIGKILL)
     wait_until(lambda: gone(keeper), "the end of the keeper")
-    (found,) = look(Registry.of_user())
-    assert found.state == "dead"
+    wait_until(
+        lambda: [found.state for found in look(Registry.of_user())] == ["dead"],
+        "the reaper to see that both are gone",
+    )
     assert "was not up" in end_teacher("kept")
     assert look(Registry.of_user()) == ()
     assert gone(server)
@@ -207,9 +212,96 @@ def test_a_name_that_was_never_kept_is_told(tmp_path: Path) -> None:
         end_teacher("unheard-of")
 
 
-def test_a_run_is_told_the_address_of_each_replica(tmp_path: Path) -> None:
-    order = an_order(tmp_path)
-    assert overrides_to_use(order, ["http://127.0.0.1:7"]) == [
+def test_a_second_up_while_the_first_still_checks_is_told(up: Up, tmp_path: Path) -> None:
+    kept = KeptTeacher.named("kept")
+    with said_to_serve(kept, an_order(tmp_path), "http://127.0.0.1:9"):
+        pass  # an earlier life, which ended without a word
+    lock = kept.take()
+    assert lock is not None
+    with pytest.raises(ServingError, match="is being checked by another"):
+        up()
+    os.close(lock)
+
+
+def test_it_is_not_started_once_somebody_has_asked_for_its_end(up: Up, tmp_path: Path) -> None:
+    kept = KeptTeacher.named("kept")
+    python = f"opd.teachers.0.launch.python={tmp_path / 'server'}"
+
+    def ask_end(warning: str) -> None:
+        assert "no judge is" in warning
+        kept.ask_end("asked to end")
+
+    with pytest.raises(ServingError, match="is not up: asked to end"):
+        keep_teacher(TINY, [python, "task.judge=null"], name="kept", hours=1.0, telling=ask_end)
+    assert not (tmp_path / "starts").exists()
+    assert kept.state is not None
+    assert (kept.state.phase, kept.alive) == ("failed", False)
+
+
+def test_up_waits_for_the_end_of_what_ends(up: Up, tmp_path: Path) -> None:
+    kept = KeptTeacher.named("kept")
+    wanted = load_recipe(TINY, [f"opd.teachers.0.launch.python={tmp_path / 'server'}"])
+    assert wanted.opd is not None
+    order = replace(an_order(tmp_path), teacher=wanted.opd.teachers[0])
+    with said_to_serve(kept, order):
+        kept.tell(KeptState("ending", "it goes"))
+        with pytest.raises(ServingError, match="is not up: nothing is left"):
+            keep_teacher(
+                TINY,
+                [f"opd.teachers.0.launch.python={tmp_path / 'server'}"],
+                name="kept",
+                hours=1.0,
+                telling=lambda said: kept.tell(KeptState("ended", "nothing is left")),
+            )
+
+
+@pytest.mark.parametrize("file", ["order.json", "state.json"])
+def test_one_that_cannot_be_read_is_ended_all_the_same(up: Up, tmp_path: Path, file: str) -> None:
+    kept = KeptTeacher.named("kept")
+    told: list[str] = []
+    with said_to_serve(kept, an_order(tmp_path), "http://127.0.0.1:9"):
+        (kept.folder / file).write_text('{"recipe": 1}')
+        down = threading.Thread(target=lambda: told.append(end_teacher("kept", force=True)))
+        down.start()
+        wait_until(lambda: kept.end_wish, "the wish")
+    down.join()
+    assert "nothing of it is left" in told[0]
+
+
+@pytest.mark.parametrize("api_key", [None, "env:KEPT_KEY"])
+def test_a_run_is_told_the_address_and_where_the_key_is(
+    tmp_path: Path, api_key: str | None
+) -> None:
+    changes = overrides_to_use(an_order(tmp_path, api_key=api_key), ["http://127.0.0.1:7"])
+    assert changes[:2] == [
         "opd.teachers.0.endpoint=http://127.0.0.1:7",
         "opd.teachers.0.launch=null",
     ]
+    assert changes[2:] == ([f"opd.teachers.0.api_key={api_key}"] if api_key else [])
+    opd = load_recipe(TINY, changes).opd
+    assert opd is not None
+    (teacher,) = opd.teachers
+    assert (teacher.endpoint, teacher.launch) == ("http://127.0.0.1:7", None)
+    assert (teacher.api_key and teacher.api_key.get_secret_value()) == api_key
+
+
+def test_a_run_is_told_the_address_of_each_replica(tmp_path: Path) -> None:
+    raw = yaml.safe_load(TINY.read_text())
+    one = raw["opd"]["teachers"][0]
+    server = {"backend": one.pop("backend"), "launch": one.pop("launch")}
+    one["replicas"] = [server, {**server, "backend": "sglang"}]
+    recipe = tmp_path / "two.yaml"
+    recipe.write_text(yaml.safe_dump(raw))
+    replicated = OPDTeacherConfig.model_validate({**one, "api_key": "env:KEPT_KEY"})
+    order = replace(an_order(tmp_path), teacher=replicated)
+    changes = overrides_to_use(order, ["http://127.0.0.1:7", "http://127.0.0.1:8"])
+    opd = load_recipe(recipe, changes).opd
+    assert opd is not None
+    (teacher,) = opd.teachers
+    told = [(each.endpoint, each.backend, each.launch) for each in teacher.all_replicas]
+    assert told == [
+        ("http://127.0.0.1:7", "embedded", None),
+        ("http://127.0.0.1:8", "sglang", None),
+    ]
+    assert teacher.api_key is not None
+    assert changes[1:] == ["opd.teachers.0.api_key=env:KEPT_KEY"]

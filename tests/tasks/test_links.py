@@ -60,6 +60,11 @@ def test_prefects_page_lies_beside_its_api_or_where_the_setting_says() -> None:
         assert prefect_page(FLOW_RUN) == ""
 
 
+def test_a_page_that_prefect_cannot_tell_is_none() -> None:
+    with prefect_at("http://prefect:4200/api", "http://[no"):
+        assert prefect_page(FLOW_RUN) == ""
+
+
 def test_mlflows_pages_are_known_once_a_server_has_given_its_ids(tmp_path: Path) -> None:
     run = run_at(tmp_path, SERVER)
     with prefect_at(None):
@@ -106,7 +111,19 @@ def test_mlflow_is_told_the_page_that_the_flow_knew(tmp_path: Path) -> None:
 def test_without_a_lasting_prefect_mlflow_is_told_no_page(tmp_path: Path) -> None:
     with prefect_at(None):
         kept = mlflow_run(run_at(tmp_path))
-    assert "prefect.flow_run_url" not in kept.tags
+    assert kept.tags["prefect.flow_run_url"] == ""
+    assert "Prefect" not in kept.description
+
+
+def test_the_page_of_an_earlier_attempt_is_not_told_of_the_one_that_goes_on(tmp_path: Path) -> None:
+    run = run_at(tmp_path)
+    with prefect_at("http://prefect:4200/api"):
+        find_links(run, "", "").write(run.directory)
+    resumed = Attempt(2.0, "0b1e6d7c-0000-4000-8000-6a4a27f2b0f5")
+    history = replace(run.history, attempts=(*run.history.attempts, resumed))
+    with prefect_at(None):
+        kept = mlflow_run(replace(run, history=history), over=False)
+    assert kept.tags["prefect.flow_run_url"] == ""
     assert "Prefect" not in kept.description
 
 

@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 
 from opd_core.tracking.journal import Journal
-from opd_core.training.files import JOURNAL_FILE
+from opd_core.training.files import JOURNAL_FILE, SCORING_FILE
+from opd_core.training.links import read_links
 from tasks.board import Board, Shown
 from tasks.live import LiveView
 from tests.tasks.fake_session import MakeSession
@@ -118,7 +119,29 @@ def test_nothing_that_breaks_in_it_reaches_the_run_and_each_is_told_once(
     with showing(make_session, board, status="completed"):
         pass
     told = [message.partition(" cannot")[0] for message in caplog.messages]
-    assert sorted(told) == ["how the run goes", "the journal", "the links"]
+    assert sorted(told) == ["how the run goes", "the journal", "the links", "the report"]
+
+
+def test_a_part_that_breaks_hides_no_other_and_is_told_once(
+    make_session: MakeSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    (make_session().session.run.directory / SCORING_FILE).write_text("no JSON")
+    board = FakeBoard()
+    with showing(make_session, board, **SUMMARY):
+        pass
+    assert list(board.newest) == ["run", "progress", "report"]
+    assert [said.partition(" cannot")[0] for said in caplog.messages] == ["the servers"]
+
+
+def test_the_links_are_those_of_now_before_the_report_is_written(make_session: MakeSession) -> None:
+    session = make_session("tracking.mlflow_uri=http://mlflow:5000").session
+    places = [NOWHERE]
+    view = LiveView(session, cast(Board, FakeBoard()), lambda: places[-1])
+    view.quiet()
+    assert read_links(session.run.directory).mlflow == ""
+    places.append(("abc", "3"))
+    view.quiet()
+    assert read_links(session.run.directory).mlflow.endswith("/#/experiments/3/runs/abc")
 
 
 def test_a_view_that_was_never_started_ends_at_once(make_session: MakeSession) -> None:

@@ -18,9 +18,10 @@ from tasks.children import Asked, Child
 from tasks.rerunning import (
     NotAllRan,
     Source,
+    check_target,
+    failed_are_named,
     find_source,
     judge_children,
-    raise_failed,
     rerun_overrides,
 )
 from tests.tasks.compared_runs import write_run
@@ -84,6 +85,15 @@ def test_a_fork_is_not_repeated_by_its_recipe_alone(original: Path) -> None:
         source_of(original)
 
 
+def test_a_target_that_the_original_does_not_have_is_refused_before_anything_starts(
+    original: Path,
+) -> None:
+    check_target(source_of(original), TARGET)
+    with pytest.raises(ConfigError, match="tiny-1 has no speed"):
+        check_target(source_of(original), Target("speed", "steps"))
+    check_target(find_source("", "tiny", [], Path("runs")), Target("speed", "steps"))
+
+
 # --- how its reruns are changed -------------------------------------------------------------------
 
 
@@ -95,19 +105,16 @@ def changes_of(source: Source, overrides: Sequence[str] = ()) -> dict[str, objec
 
 
 def test_reruns_are_tagged_with_the_original_and_keep_its_own_tags(original: Path) -> None:
-    assert changes_of(source_of(original))["tracking.tags"] == {
-        "team": "a",
-        "opd.rerun": "flow-9",
-        "opd.rerun_of": "tiny-1",
-    }
+    source = source_of(original)
+    config = load_recipe(source.recipe, rerun_overrides(source, [], "flow-9"))
+    assert config.tracking.tags == {"team": "a", "opd_rerun": "flow-9", "opd_rerun_of": "tiny-1"}
 
 
 def test_tags_that_are_asked_for_are_kept_too(original: Path) -> None:
     asked = ["tracking.tags.why=drift", "training.steps=3"]
     changes = changes_of(source_of(original, asked), asked)
-    tags = changes["tracking.tags"]
-    assert isinstance(tags, dict)
-    assert tags["why"] == "drift"
+    assert changes["tracking.tags.why"] == "drift"
+    assert changes["tracking.tags.opd_rerun"] == "flow-9"
     assert changes["training.steps"] == 3
 
 
@@ -120,7 +127,7 @@ def test_reruns_are_where_they_are_looked_for(original: Path, tmp_path: Path) ->
 def test_the_changed_recipe_is_one(original: Path) -> None:
     source = source_of(original)
     config = load_recipe(source.recipe, rerun_overrides(source, [], "flow-9"))
-    assert config.tracking.tags["opd.rerun_of"] == "tiny-1"
+    assert config.tracking.tags["opd_rerun_of"] == "tiny-1"
     assert config.run.root_dir == original.parent
 
 
@@ -165,9 +172,22 @@ def test_a_run_that_failed_is_told_and_the_rest_is_judged(original: Path) -> Non
     children = [child(2), child(3, completed=False), child(4)]
     repeated = judge_children(source_of(original), children, TARGET)
     assert {run.seed for run in repeated.reproduction.reruns} == {2, 4}
-    with pytest.raises(NotAllRan, match=r"of the 3 reruns.*seed 3 \(Failed: no room\)$"):
-        raise_failed(children)
-    raise_failed([child(2)])
+    named = r"of the 3 reruns.*seed 3 \(Failed: no room\)$"
+    with pytest.raises(NotAllRan, match=named), failed_are_named(children):
+        pass
+    with failed_are_named([child(2)]):
+        pass
+
+
+def test_runs_that_failed_are_named_also_where_the_others_cannot_be_judged() -> None:
+    named = r"no verdict \(no such metric\).*seed 3 \(Failed: no room\)$"
+    with (
+        pytest.raises(NotAllRan, match=named),
+        failed_are_named([child(2), child(3, completed=False)]),
+    ):
+        raise ConfigError("no such metric")
+    with pytest.raises(ConfigError, match="no such metric"), failed_are_named([child(2)]):
+        raise ConfigError("no such metric")
 
 
 def test_without_any_run_that_completed_there_is_no_verdict(original: Path) -> None:

@@ -22,6 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from opd_core.config import OPDTeacherConfig
 from opd_core.errors import ConfigError, ServingError
+from opd_core.lifecycle.records import RECEIPT_FILE
 from opd_core.lifecycle.registry import state_folder
 from opd_core.scoring.facts import TeacherFacts
 from opd_core.whole_file import write_whole
@@ -115,8 +116,16 @@ class KeptTeacher:
 
     def take(self) -> int | None:
         """Become its keeper, or hand that on: a descriptor that holds the lock; None if it has a
-        keeper that lives."""
+        keeper that lives. What an earlier keeper did and was to do is over then."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self.gate():  # whoever finds the lock taken finds no word of an earlier life
+            descriptor = self._take()
+            if descriptor is not None:
+                for of_the_last in (*_FILES, RECEIPT_FILE):
+                    (self.folder / of_the_last).unlink(missing_ok=True)
+        return descriptor
+
+    def _take(self) -> int | None:
         descriptor = os.open(self.folder / "keeper.lock", os.O_RDWR | os.O_CREAT, 0o600)
         give_up_at = time.monotonic() + LOOK_S
         while not _lock(descriptor, fcntl.LOCK_EX):
@@ -149,9 +158,9 @@ class KeptTeacher:
             os.close(descriptor)
 
     def begin(self, order: KeptOrder, hours: float) -> None:
-        """Write what its keeper is to do; what an earlier one said is over."""
-        for of_the_last in ("state.json", "end.json", "receipt.json"):
-            (self.folder / of_the_last).unlink(missing_ok=True)
+        """Write what its keeper is to do. A receipt is of an earlier one, whose supervisor or the
+        reaper may have written it since the lock was taken."""
+        (self.folder / RECEIPT_FILE).unlink(missing_ok=True)
         self._write("order.json", order)
         self.renew(hours)
 

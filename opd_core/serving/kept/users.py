@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import json
 import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from opd_core.errors import ServingError
 from opd_core.serving.kept.record import KeptTeacher, kept_teachers
@@ -20,7 +22,8 @@ FOLDER = "users"
 
 @dataclass(frozen=True, slots=True)
 class KeptUser:
-    """A run that uses a kept teacher, ``since`` seconds since the epoch."""
+    """A run that uses a kept teacher, ``since`` seconds since the epoch; process 0 if its file
+    cannot be read."""
 
     run_id: str
     run_dir: str
@@ -40,12 +43,22 @@ class KeptUse:
         self._held: list[tuple[Path, int]] = []
 
     def add(self, kept: KeptTeacher, user: KeptUser) -> None:
-        """Use a teacher; call it within its gate."""
+        """Use a teacher; call it within its gate. Raises :class:`ServingError` if a run of the same
+        id uses it."""
         file = kept.folder / FOLDER / f"{user.run_id}.json"
         file.parent.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            first = _read(file, descriptor)
+            os.close(descriptor)
+            raise ServingError(
+                f"the kept teacher {kept.name!r} is used by {first} already: wait until that has "
+                "ended, or use another run directory"
+            ) from None
         self._held.append((file, descriptor))
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(asdict(user)).encode())
         self.teachers.append(kept)
 
@@ -59,16 +72,17 @@ class KeptUse:
 
 
 def use_kept(endpoints: Iterable[str], run_id: str, run_dir: Path) -> KeptUse:
-    """Use every kept teacher of this user that answers at one of these endpoints.
+    """Use every kept teacher of this user that answers at one of these endpoints, however they name
+    this host's loopback.
 
-    Raises :class:`ServingError` for one that is not up, or is being ended.
+    Raises :class:`ServingError` for one that is being ended, or is used by a run of the same id.
     """
-    wanted, use = set(endpoints), KeptUse()
+    wanted, use = set(map(_address, endpoints)), KeptUse()
     try:
         for kept in kept_teachers() if wanted else ():
             with kept.gate():
                 state = kept.state if kept.alive else None
-                if state is None or not wanted & set(state.endpoints):
+                if state is None or wanted.isdisjoint(map(_address, state.endpoints)):
                     continue
                 if kept.end_wish is not None or state.phase == "ending":
                     raise ServingError(
@@ -93,9 +107,27 @@ def users_of(kept: KeptTeacher) -> tuple[KeptUser, ...]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            found.append(KeptUser(**json.loads(os.pread(descriptor, 1 << 16, 0))))
+            found.append(_read(file, descriptor))
         else:
             file.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
     return tuple(found)
+
+
+def _read(file: Path, descriptor: int) -> KeptUser:
+    try:
+        return KeptUser(**json.loads(os.pread(descriptor, 1 << 16, 0)))
+    except (ValueError, TypeError):  # it was written on a full disk
+        return KeptUser(file.stem, f"? ({file} cannot be read)", 0, 0.0)
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    """Host and port; every loopback host is 127.0.0.1."""
+    parts = urlsplit(endpoint)
+    host = parts.hostname or ""
+    try:
+        here = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        here = False
+    return "127.0.0.1" if here else host, parts.port or (443 if parts.scheme == "https" else 80)

@@ -223,6 +223,75 @@ def test_a_change_of_the_recipe_makes_it_a_comparison() -> None:
     assert "recipe (training.learning_rate)" in differences_in_words(found)
 
 
+KEPT = ["opd.teachers.0.launch=null", "opd.teachers.0.endpoint=http://127.0.0.1:9"]
+TEACHER = "teacher 'teacher'"
+
+
+def changed_reruns(recipe: list[str], fingerprints: dict[str, str]) -> list[RunData]:
+    return [
+        run_of(f"r{seed}", seed, 0.1 + seed / 100, recipe=recipe, fingerprints=fingerprints)
+        for seed in (2, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "fingerprint"),
+    [
+        ("student.model", "the student"),
+        ("data.train", "data.train"),
+        ("data.evaluation", "data.evaluation"),
+        ("opd.teachers.0.launch.model", TEACHER),
+    ],
+)
+def test_another_model_or_data_set_by_a_change_is_no_reproduction(
+    key: str, fingerprint: str
+) -> None:
+    known = {**FINGERPRINTS, TEACHER: "tttt"}
+    original = run_of("o", 1, fingerprints=known)
+    found = judged(original, changed_reruns([f"{key}=/other"], {**known, fingerprint: "other"}))
+    assert found.verdict == ""
+    assert f"recipe ({key})" in differences_in_words(found)
+    same = judged(original, changed_reruns([f"{key}=/moved"], known))
+    assert same.verdict == REPRODUCED, "the same content at another path"
+    drifted = judged(original, changed_reruns([], {**known, fingerprint: "other"}))
+    assert drifted.verdict == REPRODUCED, "other content at the same path"
+    unlike = "data.evaluation" if fingerprint != "data.evaluation" else "data.train"
+    both = judged(original, changed_reruns([f"{key}=/moved"], {**known, unlike: "other"}))
+    assert both.verdict == REPRODUCED, "moved, and something else has drifted"
+
+
+def test_a_teacher_that_is_served_elsewhere_is_no_change_of_the_recipe() -> None:
+    known = {**FINGERPRINTS, TEACHER: "tttt"}
+    found = judged(run_of("o", 1, fingerprints=known), changed_reruns(KEPT, known))
+    assert found.verdict == REPRODUCED
+    assert "recipe" not in differences_in_words(found)
+    assert "not known" not in found.sentence
+
+
+def test_a_teacher_whose_weights_nobody_knows_is_told_beside_the_verdict() -> None:
+    known = {**FINGERPRINTS, TEACHER: "tttt"}
+    found = judged(run_of("o", 1, fingerprints=known), changed_reruns(KEPT, FINGERPRINTS))
+    assert found.verdict == REPRODUCED
+    assert "The weights of teacher 'teacher' are not known" in found.sentence
+    assert "models (teacher 'teacher')" in differences_in_words(found)
+    external = judged(run_of("o", 1, recipe=KEPT), changed_reruns(KEPT, FINGERPRINTS))
+    assert "The weights of teacher 'teacher' are not known" in external.sentence
+
+
+def test_a_teacher_of_other_weights_is_another_one_wherever_it_is_served() -> None:
+    known = {**FINGERPRINTS, TEACHER: "tttt"}
+    found = judged(
+        run_of("o", 1, fingerprints=known), changed_reruns(KEPT, {**known, TEACHER: "uuuu"})
+    )
+    assert found.verdict == ""
+
+
+def test_another_setting_of_a_teacher_that_is_launched_is_a_change() -> None:
+    changed = ["opd.teachers.0.launch.dtype=bfloat16"]
+    found = judged(run_of("o", 1), changed_reruns(changed, FINGERPRINTS))
+    assert found.verdict == ""
+
+
 def test_a_recipe_without_an_original_shows_its_spread() -> None:
     found = judged(None, reruns_of(0.10, 0.11, 0.09))
     assert found.verdict == ""

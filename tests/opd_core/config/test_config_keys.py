@@ -31,7 +31,7 @@ def experiment(one: OPDTeacherConfig) -> ExperimentConfig:
     )
 
 
-@pytest.mark.parametrize("reference", ["env:TEACHER_KEY", "block:teacher-key.v2"])
+@pytest.mark.parametrize("reference", ["env:TEACHER_KEY", "block:teacher-key.v2", "block:2nd-key"])
 def test_a_reference_to_a_key_is_kept(reference: str) -> None:
     one = teacher(api_key=reference)
     assert one.model_dump(mode="json")["api_key"] == reference

@@ -134,6 +134,17 @@ def test_a_launchs_environment_may_not_say_what_a_field_says(name: str, instead:
         ("APIKEY2", SECRET),
         ("DB_PASSWORD", SECRET),
         ("PREFECT_API_AUTH_STRING", SECRET),
+        ("API_KEYS", SECRET),
+        ("DB_PASSWORDS", SECRET),
+        ("PROXY_AUTHORIZATION", SECRET),
+        ("DB_PASS", SECRET),
+        ("MYSQL_PWD", SECRET),
+        ("GITHUB_PAT", SECRET),
+        ("SECRETS", SECRET),
+        ("HF_TOKEN_2", SECRET),
+        ("AUTH", SECRET),
+        ("HEADER", f"X-Api-Key: {SECRET}"),
+        ("PROXY", f"https://{SECRET}@proxy"),
         ("HTTPS_PROXY", f"http://me:{SECRET}@proxy:3128"),
         ("HARMLESS", "hf_" + "a1B2" * 8),
     ],
@@ -142,7 +153,7 @@ def test_a_secret_in_a_launchs_environment_is_a_reference(name: str, value: str)
     with pytest.raises(ValidationError, match=f"{name} looks like a secret.* env:NAME") as caught:
         LaunchConfig(model="/m", env={name: value})
     assert value not in str(caught.value)
-    for reference in ("env:SOME_NAME", "block:some-name"):
+    for reference in ("env:SOME_NAME", "block:some-name", "block:2nd-key"):
         assert LaunchConfig(model="/m", env={name: reference}).env == {name: reference}
 
 
@@ -155,6 +166,10 @@ def test_a_secret_in_a_launchs_environment_is_a_reference(name: str, value: str)
         ("RAY_AUTH_TOKEN_PATH", "/run/token"),
         ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"),
         ("MONKEY", "business"),
+        ("COMPASS", "north"),
+        ("PATH", "/bin"),
+        ("AUTHOR", "me"),
+        ("MAX_NEW_TOKENS", "16"),
         ("HTTPS_PROXY", "http://proxy:3128"),
     ],
 )
@@ -169,6 +184,11 @@ def test_what_only_sounds_like_a_secret_is_a_variable_like_any_other(name: str, 
         (f"--ssl-keyfile-password={SECRET}",),
         ("--proxy", f"http://me:{SECRET}@proxy"),
         ("--header", "Bearer sk-" + "a1B2" * 8),
+        ("--header", f"Authorization: Bearer {SECRET}"),
+        ("--header", f"X-Api-Key: {SECRET}"),
+        ("--ssl-keyfile-password", "1"),
+        ("--ssl-keyfile-password=-1",),
+        ("--options", f'{{"api_key": "{SECRET}"}}'),
     ],
 )
 def test_a_secret_in_extra_args_is_sent_to_the_environment(arguments: tuple[str, ...]) -> None:
@@ -181,6 +201,7 @@ def test_a_secret_in_extra_args_is_sent_to_the_environment(arguments: tuple[str,
 
 def test_flags_about_tokens_are_no_secrets() -> None:
     arguments = ("--max-prefill-token-num", "8192", "--max-total-tokens", "9", "--trust", "sk-1")
+    arguments += ("--prefill-tokens=9", "--compass", "1", "--use-token", "--last-key")
     assert LaunchConfig(model="/m", extra_args=arguments).extra_args == arguments
 
 

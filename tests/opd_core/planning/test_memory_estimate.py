@@ -179,6 +179,35 @@ def test_all_cpu_slots_are_one_host() -> None:
     assert not host.problems
 
 
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        (["sampling.actors=2"], {SERVER_0: 128, "student server 1": 128}),
+        (
+            ["opd.teachers.0.backend=lmdeploy", "opd.teachers.0.launch.dtype=bfloat16"],
+            {SERVER_0: 128, "teacher 'teacher'": 8},
+        ),
+    ],
+)
+def test_two_lmdeploy_servers_without_a_gpu_need_their_rows_and_no_share_of_the_host(
+    changes: list[str], rows: dict[str, int]
+) -> None:
+    plain = ["sampling.engine=lmdeploy", "student.dtype=bfloat16"]
+    (host,) = estimate(recipe("tiny", *plain, *changes), Cards())
+    caches = {item.who: item.bytes for item in host.items if item.what == "KV cache"}
+    token = 2 * 6 * 16 * 2 * 2  # layers, heads, their size, key and value, bytes
+    assert caches == {who: number * 80 * token for who, number in rows.items()}
+    assert not host.rollouts
+    assert host.needed < 1 * GB
+
+
+def test_only_on_gpus_the_update_holds_one_more_set_of_the_parameters() -> None:
+    one = device("0", estimate(recipe(DAPO), cards_of(141)))
+    assert line(one, "temporaries of the update").bytes == STUDENT * 4 // 4
+    (host,) = estimate(recipe("tiny"), Cards())
+    assert "temporaries of the update" not in {item.what for item in host.items}
+
+
 def test_a_model_of_unknown_size_is_named_and_not_counted() -> None:
     config = recipe(DAPO, "student.model=/nowhere/strange")
     one = device("0", estimate(config, cards_of(141)))

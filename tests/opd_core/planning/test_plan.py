@@ -13,8 +13,10 @@ from opd_core.planning import Cards, Plan, make_plan
 from opd_core.planning.items import GB
 from opd_core.serving.child import server_child
 from opd_core.serving.servers import student_servers, teacher_servers
+from opd_core.training import files
 from opd_core.training.head import PORT_FLAGS, head_command
 from opd_core.training.jobs import StudentJob
+from tasks.cards import PAIR_CHECK
 from tests.opd_core.planning.planned_recipes import cards_of, recipe
 
 DAPO = "dapo_math_qwen3_8b"
@@ -109,6 +111,22 @@ def test_the_large_things_on_disk_are_told_with_their_size() -> None:
     assert sizes["checkpoints/"] == 3 * (12 + 4) * student
     assert sizes["weights/"] == 2 * 2 * student
     assert sizes["student/"] == 4 * student
+
+
+def test_every_file_that_flow_and_job_speak_through_is_planned() -> None:
+    named = {value for name, value in vars(files).items() if name.endswith(("_FILE", "_FOLDER"))}
+    only_sometimes = {files.PARKED_FOLDER, files.ATTEMPTS_FOLDER}
+    told = {item.path.rstrip("/") for item in planned(recipe(DAPO)).files}
+    assert named - only_sometimes <= told
+    assert {f"{PAIR_CHECK}.md", f"{PAIR_CHECK}.json", "supervisor.log", "tensorboard"} <= told
+
+
+def test_files_of_what_a_run_does_without_are_not_planned() -> None:
+    teachers = {"pair_check.md", "pair_check.json", files.TEACHERS_FILE, files.SCORING_FILE}
+    reward_only = {item.path for item in planned(recipe("tiny_grpo")).files}
+    assert not reward_only & {*teachers, files.SAMPLERS_FILE}
+    plain = planned(recipe("tiny", "tracking.tensorboard=false")).files
+    assert "tensorboard/" not in {item.path for item in plain}
 
 
 def test_problems_name_their_device() -> None:

@@ -77,6 +77,18 @@ def test_a_device_is_found_by_its_uuid_too(eight_gpus: Tell, tmp_path: Path) -> 
     assert teacher.startswith("GPU GPU-a7: ")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["sampling.actors=2"],
+        ["opd.teachers.0.backend=lmdeploy", "opd.teachers.0.launch.dtype=bfloat16"],
+    ],
+)
+def test_two_lmdeploy_servers_fit_any_host(tmp_path: Path, changes: list[str]) -> None:
+    plain = ["sampling.engine=lmdeploy", "student.dtype=bfloat16"]
+    assert problems(tmp_path, "tiny", *plain, *changes) == []
+
+
 def test_a_driver_that_does_not_say_how_large_its_cards_are_refuses_nothing(
     eight_gpus: Tell, tmp_path: Path
 ) -> None:

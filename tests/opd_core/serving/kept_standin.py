@@ -7,7 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from opd_core.config import OPDTeacherConfig
@@ -92,6 +93,19 @@ def an_order(
         wait_s=0.0,
         teardown_s=10.0,
     )
+
+
+@contextmanager
+def said_to_serve(kept: KeptTeacher, order: KeptOrder, *endpoints: str) -> Iterator[None]:
+    """As it stands on disk while its keeper lives and has called it up; nobody serves."""
+    lock = kept.take()
+    assert lock is not None
+    try:
+        kept.begin(order, 1.0)
+        kept.tell(KeptState("ready", "scores", endpoints=endpoints))
+        yield
+    finally:
+        os.close(lock)
 
 
 class Keeping:

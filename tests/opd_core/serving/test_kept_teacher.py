@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from opd_core.lifecycle.records import read_receipt
 from opd_core.lifecycle.registry import Registry
 from opd_core.serving.kept.record import KeptTeacher
 from opd_core.serving.kept.users import use_kept, users_of
-from tests.opd_core.serving.kept_standin import Keeping, an_order, wait_until
+from tests.opd_core.serving.kept_standin import Keeping, an_order, said_to_serve, wait_until
 
 IN_NO_TIME = 1e-7
 """Hours: over before its keeper's next look."""
@@ -153,6 +154,74 @@ def test_users_are_those_that_live(kept: KeptTeacher, tmp_path: Path) -> None:
             assert [user.run_id for user in users_of(kept)] == ["run-2"]
         second.release()
     assert list((kept.folder / "users").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "found"),
+    [
+        ("http://localhost:13141", ["sums"]),
+        ("http://127.0.0.1:13141/", ["sums"]),
+        ("http://[::1]:13141", ["sums"]),
+        ("http://localhost:13142", []),
+        ("http://elsewhere:13141", []),
+    ],
+)
+def test_a_use_is_found_whatever_loopback_is_called(
+    kept: KeptTeacher, tmp_path: Path, endpoint: str, found: list[str]
+) -> None:
+    with said_to_serve(
+        kept, an_order(tmp_path), "http://127.0.0.1:13140", "http://127.0.0.1:13141"
+    ):
+        use = use_kept([endpoint], "run-1", tmp_path)
+    assert [teacher.name for teacher in use.teachers] == found
+    use.release()
+
+
+def test_a_second_use_of_a_run_is_refused_and_leaves_the_first(
+    kept: KeptTeacher, tmp_path: Path
+) -> None:
+    with said_to_serve(kept, an_order(tmp_path), "http://127.0.0.1:13141"):
+        first = use_kept(["http://127.0.0.1:13141"], "run-1", tmp_path)
+        with pytest.raises(ServingError, match=r"is used by run run-1 in .* already"):
+            use_kept(["http://127.0.0.1:13141"], "run-1", tmp_path)
+        with kept.gate():
+            assert [user.run_dir for user in users_of(kept)] == [str(tmp_path)]
+        first.release()
+        use_kept(["http://127.0.0.1:13141"], "run-1", tmp_path).release()
+
+
+@pytest.mark.parametrize("torn", ["", '{"run', "[]", "{}"])
+def test_a_user_whose_file_is_torn_is_one_all_the_same(kept: KeptTeacher, torn: str) -> None:
+    file = kept.folder / "users" / "run-1.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(torn)
+    with kept.gate(), file.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (user,) = users_of(kept)
+    assert (user.run_id, user.pid) == ("run-1", 0)
+    assert f"{file} cannot be read" in str(user)
+
+
+def test_the_word_of_an_earlier_life_is_over_once_the_name_is_taken(
+    kept: KeptTeacher, tmp_path: Path
+) -> None:
+    with said_to_serve(kept, an_order(tmp_path), "http://127.0.0.1:13141"):
+        kept.ask_end("asked to end")
+        (kept.folder / "receipt.json").write_text("{}")
+    lock = kept.take()
+    assert lock is not None
+    assert (kept.order, kept.state, kept.lease, kept.end_wish) == (None,) * 4
+    assert not (kept.folder / "receipt.json").exists()
+    os.close(lock)
+
+
+def test_what_is_asked_before_it_begins_is_heard(kept: KeptTeacher, tmp_path: Path) -> None:
+    lock = kept.take()
+    assert lock is not None
+    kept.ask_end("asked to end")
+    kept.begin(an_order(tmp_path), 1.0)
+    assert kept.end_wish is not None
+    os.close(lock)
 
 
 def test_no_run_begins_to_use_what_is_being_ended(kept: KeptTeacher, tmp_path: Path) -> None:
