@@ -185,12 +185,9 @@ def put_back(
 @contextmanager
 def _told_if_refused(about: str) -> Iterator[None]:
     """One call that fails must not keep the next ones from being made."""
-    from httpx import HTTPError
-    from prefect.exceptions import PrefectException
-
     try:
         yield
-    except (HTTPError, PrefectException) as error:
+    except Exception as error:
         print(f"{about}: Prefect was not told of its end: {error}", flush=True)
 
 

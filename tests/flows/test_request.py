@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +12,7 @@ from prefect.utilities.schema_tools.validation import ValidationError, validate
 from pydantic import ValidationError as RequestError
 
 from flows.distill import distill
-from flows.form import NO_SECRET, REFERENCES
+from flows.form import REFERENCES
 from flows.request import DistillRequest, Recipe
 from opd_core.config import ExperimentConfig
 from opd_core.config.values import names_a_secret
@@ -210,30 +207,6 @@ def test_no_key_of_a_recipe_is_the_name_of_a_secret_but_the_api_key() -> None:
         if not key.endswith(".api_key"):
             assert submit(overrides=[f"{key}=a word"]).overrides
             assert not names_a_secret(key)
-
-
-def test_a_browser_reads_the_patterns_as_the_server_does(tmp_path: Path) -> None:
-    if not (node := shutil.which("node")):
-        pytest.skip("no node on this machine")
-    texts = [
-        f"opd.teachers.0.launch.env.HF_TOKEN_2={SECRET}",
-        f"a=1\nextra_args:\n  - --hf-token\n  - {SECRET}",
-        "opd.teachers.0.api_key=env:TEACHER_KEY",
-        "sampling.max_new_tokens=9",
-    ]
-    script = tmp_path / "ask.js"
-    script.write_text(
-        "const [pattern, ...texts] = JSON.parse(process.argv[2]);"
-        "console.log(JSON.stringify(texts.map((text) => new RegExp(pattern, 'u').test(text))))"
-    )
-    said = subprocess.run(
-        [node, str(script), json.dumps([NO_SECRET, *texts])],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(said.stdout) == [False, False, True, True]
-    assert [bool(re.search(NO_SECRET, text)) for text in texts] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
