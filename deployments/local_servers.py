@@ -181,7 +181,7 @@ class LocalServers:
             ) from None
 
     def _tell_where(self, names: list[str], at_once: int, tell: Callable[[str], None]) -> None:
-        page = f"{without_login(self.prefect.url).removesuffix('/api')}/v2/deployments"
+        page = f"{without_login(self.prefect.url).removesuffix('/api')}"
         running = "" if self.prefect.own else "  (runs already: left as it is)"
         tell(f"Prefect  {page}{running}\n         {', '.join(names)}")
         running = "" if self.mlflow.own else "  (runs already: left as it is)"
@@ -201,7 +201,7 @@ class LocalServers:
             env={
                 "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES_IN_FILES,
                 "PREFECT_UI_URL": f"http://{LOOPBACK}:{port}",  # for links in notifications
-                "PREFECT_SERVER_UI_API_URL": "/api",  # else its pages ask port 4200 whatever happens
+                "PREFECT_SERVER_UI_API_URL": "/api",  # else its pages ask port 4200
                 "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
                 **TALKATIVE,
             },

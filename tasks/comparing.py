@@ -27,6 +27,7 @@ from opd_core.tracking.mlflow_sink import bound_http_waits
 from opd_core.training.evaluation_records import read_evaluation
 from opd_core.whole_file import write_whole
 from tasks.console import announce, warn
+from tasks.links import mlflow_experiment
 from tasks.lookup import expanded, find_runs
 from tasks.mlflow_compared import tracked_comparison
 
@@ -41,12 +42,14 @@ CHART_LINK = re.compile(r"^!\[.*\]\(([\w-]+\.svg)\)$", re.M)
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A comparison that was made. ``lacking`` says what MLflow does not have, and why."""
+    """A comparison that was made. ``lacking`` says what MLflow does not have, and why;
+    ``mlflow_page`` is its page on MLflow's server, if there is one."""
 
     comparison: Comparison
     directory: Path
     mlflow_run_id: str | None = None
     lacking: tuple[str, ...] = ()
+    mlflow_page: str = ""
 
     @property
     def page(self) -> Path:
@@ -100,10 +103,10 @@ def compare_runs(
         raise ConfigError(f"out: expected a folder that can be written, got {error}") from None
     if not mlflow:
         return Compared(comparison, directory)
-    mlflow_run_id, lacking = _tell_mlflow(comparison, runs, directory)
-    for what in lacking:
+    compared = _tell_mlflow(comparison, runs, directory)
+    for what in compared.lacking:
         warn(what)
-    return Compared(comparison, directory, mlflow_run_id, lacking)
+    return compared
 
 
 def tell_comparison(compared: Compared) -> None:
@@ -115,7 +118,9 @@ def tell_comparison(compared: Compared) -> None:
     text = f"{comparison_markdown(compared.comparison)}{lacking}\nPage: `{compared.page}`\n"
     name = title(compared.comparison)
     create_markdown_artifact(text, ARTIFACT, name)
-    create_link_artifact(compared.page.as_uri(), "the comparison's page", PAGE_ARTIFACT, name)
+    # A browser follows no link from a server's page to a file.
+    link = compared.mlflow_page or compared.page.as_uri()
+    create_link_artifact(link, "the comparison's page", PAGE_ARTIFACT, name)
 
 
 def new_folder(path: Path) -> Path:
@@ -174,24 +179,29 @@ def _charts_in(directory: Path) -> set[str]:
     return set(CHART_LINK.findall(text))
 
 
-def _tell_mlflow(
-    comparison: Comparison, runs: Sequence[RunData], directory: Path
-) -> tuple[str | None, tuple[str, ...]]:
-    """MLflow's run id of the comparison, and what is lacking there."""
+def _tell_mlflow(comparison: Comparison, runs: Sequence[RunData], directory: Path) -> Compared:
+    """Have MLflow keep the comparison, as far as it is there."""
     files = tuple(directory / name for name in (JSON_FILE, PAGE_FILE, MARKDOWN_FILE))
     tracked = tracked_comparison(comparison, runs, files)
     if tracked is None:
-        return None, ("no compared run is tracked in MLflow, so the comparison is not either",)
+        said = "no compared run is tracked in MLflow, so the comparison is not either"
+        return Compared(comparison, directory, lacking=(said,))
     bound_http_waits()
     try:
         published = publish(tracked)
     except Exception as error:
-        return None, (
+        said = (
             f"MLflow at {tracked.tracking_uri} lacks the comparison "
             f"({type(error).__name__}: {error}); {directory} holds everything; compare once more "
-            "when it answers",
+            "when it answers"
         )
-    return published.mlflow_run_id, tuple(
+        return Compared(comparison, directory, lacking=(said,))
+    lacking = tuple(
         f"run {run_id} is not in MLflow at {tracked.tracking_uri}, so it is not tagged there"
         for run_id in published.absent
+    )
+    experiment = mlflow_experiment(tracked.tracking_uri, published.experiment_id)
+    page = f"{experiment}/runs/{published.mlflow_run_id}/artifacts/{PAGE_FILE}"
+    return Compared(
+        comparison, directory, published.mlflow_run_id, lacking, page if experiment else ""
     )

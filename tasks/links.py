@@ -36,11 +36,17 @@ def find_links(run: RunRecord, mlflow_run_id: str, experiment_id: str) -> Links:
     if not (mlflow_run_id and experiment_id):
         return Links(prefect=prefect)
     uri = tracking_uri(run.config.tracking, run.directory.parent)
-    if not uri.startswith("http"):
+    if not (experiment := mlflow_experiment(uri, experiment_id)):
         return Links(prefect=prefect, mlflow_run_id=mlflow_run_id)
-    experiment = f"{without_credentials(uri).rstrip('/')}/#/experiments/{experiment_id}"
     page = f"{experiment}/runs/{mlflow_run_id}"
     return Links(prefect, page, experiment, f"{page}/artifacts/{REPORT_FILE}", mlflow_run_id)
+
+
+def mlflow_experiment(uri: str, experiment_id: str) -> str:
+    """The experiment's page, on which ``/runs/ID`` is a run's; empty where there is no server."""
+    if not uri.startswith("http"):
+        return ""
+    return f"{without_credentials(uri).rstrip('/')}/#/experiments/{experiment_id}"
 
 
 def mlflow_description(run: RunRecord, prefect: str) -> str:

@@ -86,9 +86,11 @@ class TrackedComparison:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """MLflow's run id of the comparison, and the compared runs that could not be tagged."""
+    """MLflow's ids of the comparison's run and experiment, and the compared runs that could not be
+    tagged."""
 
     mlflow_run_id: str
+    experiment_id: str
     absent: tuple[str, ...] = ()
 
 
@@ -115,7 +117,7 @@ def publish(comparison: TrackedComparison, connect: Callable[[str], Any] = conne
     kept = tuple(Artifact(path) for path in comparison.artifacts)
     sink.finish(Ending("FINISHED", artifacts=kept))
     absent = [each.run_id for each in comparison.runs if not _tag_run(client, each, sink.run_id)]
-    return Published(sink.run_id, tuple(absent))
+    return Published(sink.run_id, sink.experiment_id, tuple(absent))
 
 
 def tags_of(tracking_uri: str, mlflow_run_id: str) -> Mapping[str, str]:

@@ -171,6 +171,10 @@ def test_two_runs_are_compared_by_click(
     for run in two_runs:
         expect(prefect.page.get_by_text(run.run_id).first).to_be_visible()
     prefect.picture("prefect-compare", height=1000)
+    prefect.open_run(flow_run_id)
+    prefect.open_artifact("comparison-page")
+    link = prefect.page.locator(f'a[href^="{lab.mlflow_url}/#/experiments/"]')
+    expect(link.first).to_be_visible()
     (page,) = lab.root.glob("comparisons/*/*.html")
     prefect.page.goto(page.as_uri())
     expect(prefect.page.get_by_text("training.learning_rate").first).to_be_visible()
