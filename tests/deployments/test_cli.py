@@ -126,6 +126,8 @@ def test_the_page_of_settings_is_the_configurations_own() -> None:
     assert done.stdout == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", ["run", "check", "plan", "prepare", "reap", "recipes", "settings"])
+@pytest.mark.parametrize(
+    "command", ["automations", "check", "plan", "prepare", "reap", "run", "teacher", "up"]
+)
 def test_every_command_explains_itself(command: str) -> None:
     assert "Usage" in opd(command, "--help").stdout

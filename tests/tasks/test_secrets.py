@@ -41,7 +41,7 @@ def test_a_key_that_is_not_there_is_named(
     monkeypatch.delenv("SOME_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("SOME_KEY", value)
-    with pytest.raises(PreflightError, match="teacher 't': api_key 'env:SOME_KEY': .* not set"):
+    with pytest.raises(PreflightError, match=r"teacher 't': api_key 'env:SOME_KEY': .* not set"):
         resolve_key(teacher("env:SOME_KEY"))
 
 
