@@ -135,7 +135,8 @@ def _wake_supervisor(run: RegisteredRun) -> None:
         facts = LedgerState.of(read_ledger(run.run_dir / LEDGER_FILE)).records[0].facts
         supervisor = ProcessId(facts["supervisor_pid"], facts["supervisor_start_ticks"])
         stat = read_stat(supervisor.pid)
-        if stat is not None and stat.identity == supervisor and stat.state == "T":
+        # Whatever its state: one that waits for its disk is stopped later, and this prevents it.
+        if stat is not None and stat.identity == supervisor:
             os.kill(supervisor.pid, signal.SIGCONT)
 
 
