@@ -79,7 +79,7 @@ def _run(request: dict[str, Any], as_json: bool) -> None:
     from tasks.console import TERMINAL
 
     TERMINAL.lines, TERMINAL.summary_json = True, as_json
-    distill(DistillRequest(**request))
+    distill(DistillRequest.of(**request))
 
 
 @app.command()

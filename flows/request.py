@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from flows.form import FORM, Like, Override, Written
 from opd_core.config.values import DEVICE
@@ -173,13 +173,23 @@ class DistillRequest(BaseModel):
 
     @model_validator(mode="after")
     def _said_once(self) -> Self:
-        """Two places that say the same may differ, and one of them would lose in silence."""
+        """Two places that say the same may differ, and one of them would lose in silence. Of the
+        rows of ``overrides`` the last one counts, as on a command line."""
         keys = [change.partition("=")[0].strip() for change in self._all_changes()]
         for number, key in enumerate(keys):
-            for other in keys[:number]:
+            for other in keys[: min(number, len(keys) - len(self.overrides))]:
                 if key == other or key.startswith(f"{other}.") or other.startswith(f"{key}."):
                     raise ValueError(f"{key} is set twice, as {other} and as {key}: keep one")
         return self
+
+    @classmethod
+    def of(cls, **fields: Any) -> Self:
+        """The request, from another program. Raises :class:`~opd_core.errors.ConfigError`."""
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            told = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+            raise ConfigError(f"the experiment cannot be asked for: {told}") from None
 
     @property
     def path(self) -> str:

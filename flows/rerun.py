@@ -18,7 +18,6 @@ from pydantic import (
     BaseModel,
     Field,
     NonNegativeInt,
-    ValidationError,
     field_validator,
 )
 
@@ -28,7 +27,6 @@ from opd_core.analysis.comparison import Target
 from opd_core.analysis.outcome import CANNOT_TELL, Axis
 from opd_core.analysis.reproduction import NOT_REPRODUCED, REPRODUCED
 from opd_core.config.values import without_password
-from opd_core.errors import ConfigError
 from opd_core.recipe import run_root
 from tasks.children import Asked, PrefectDeployment, cancel_left, children_end_with_me, run_children
 from tasks.guard import guard_flow
@@ -174,13 +172,9 @@ class RerunRequest(BaseModel):
         ]
 
     def _request(self, file: str, seed: int, changes: list[str]) -> dict[str, Any]:
-        try:
-            request = DistillRequest(
-                recipe=self.recipe, recipe_file=file, seed=seed, overrides=changes
-            )
-        except ValidationError as error:
-            told = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
-            raise ConfigError(f"the reruns cannot be asked for: {told}") from None
+        request = DistillRequest.of(
+            recipe=self.recipe, recipe_file=file, seed=seed, overrides=changes
+        )
         return request.model_dump(mode="json", exclude_defaults=True)
 
 

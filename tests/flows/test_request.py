@@ -273,6 +273,18 @@ def test_a_setting_is_written_once() -> None:
         DistillRequest.model_validate(twice)
 
 
+def test_of_the_rows_the_last_one_counts_as_on_a_command_line() -> None:
+    rows = ["training.steps=3", "training.steps=4"]
+    assert DistillRequest(overrides=rows).changes == rows
+    with pytest.raises(RequestError, match=r"training\.steps is set twice"):
+        DistillRequest(steps=2, overrides=rows)
+
+
+def test_another_program_is_told_what_is_wrong_with_its_request() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be asked for: .*resume or fork, got both"):
+        DistillRequest.of(resume="a", fork="b")
+
+
 def test_a_run_goes_on_or_begins_anew() -> None:
     with pytest.raises(RequestError, match=r"resume or fork, got both"):
         DistillRequest(resume="a", fork="b")

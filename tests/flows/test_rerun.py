@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from flows.request import DistillRequest
 from flows.rerun import METRIC, RerunRequest
 from opd_core.analysis.comparison import Target
-from opd_core.errors import ConfigError
 from opd_core.recipe import find_recipe, load_recipe
 
 
@@ -92,12 +91,6 @@ def test_a_run_is_repeated_from_its_own_recipe(tmp_path: Path) -> None:
 def test_what_a_rerun_adds_to_is_not_replaced_as_a_whole(change: str, instead: str) -> None:
     with pytest.raises(ValidationError, match=instead):
         RerunRequest(overrides=[change])
-
-
-def test_changes_that_contradict_each_other_are_told_in_plain_words() -> None:
-    request = RerunRequest(overrides=["training.steps=2", "training.steps=3"])
-    with pytest.raises(ConfigError, match=r"training\.steps is set twice"):
-        requests_of(request)
 
 
 def test_a_recipes_own_tags_stay_and_do_not_go_through_the_form(tmp_path: Path) -> None:
