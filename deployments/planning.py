@@ -128,6 +128,8 @@ def _verdict(device: Any) -> str:
     if device.card is None:
         return "its memory is not known: name it with --card GB"
     room = f"{size(device.needed)} of {size(device.card)}"
+    if any(bound.broken for bound in device.bounds):
+        return f"does not fit: a server's share of it is too small ({room} in all)"
     if device.problems:
         return f"does not fit: {room}"
     if device.unknown:

@@ -115,7 +115,8 @@ def tell_comparison(compared: Compared) -> None:
         announce(pair.sentence)
     announce(f"page: {compared.page}")
     lacking = "".join(f"\n> **Warning:** {what}\n" for what in compared.lacking)
-    text = f"{comparison_markdown(compared.comparison)}{lacking}\nPage: `{compared.page}`\n"
+    shown = f"[the page]({compared.mlflow_page}), or " if compared.mlflow_page else "page: "
+    text = f"{comparison_markdown(compared.comparison)}{lacking}\n{shown}`{compared.page}`\n"
     name = title(compared.comparison)
     create_markdown_artifact(text, ARTIFACT, name)
     # A browser follows no link from a server's page to a file.

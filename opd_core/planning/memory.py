@@ -64,7 +64,11 @@ class Device:
     def problems(self) -> tuple[str, ...]:
         """Why it does not fit, with the arithmetic and what to do; empty where it does, or where
         the card is not known."""
-        found = [f"{bound}; {_advice(bound.who)}" for bound in self.bounds if bound.broken]
+        found = [
+            f"{bound}; {_advice(bound.who, fraction='raise')}"
+            for bound in self.bounds
+            if bound.broken
+        ]
         if found or self.card is None:
             return tuple(found)
         spare = int(SPARE * self.card)
@@ -73,8 +77,8 @@ class Device:
         parts = sorted(self.at(self.fullest), key=lambda item: item.bytes, reverse=True)
         told = "; ".join(f"{item.who}: {item}" for item in parts)
         return (
-            f"{size(self.needed)} are needed in {self.fullest} and {size(spare)} are left to "
-            f"gaps, and there are {size(self.card)}: {told}; "
+            f"{size(self.needed)} are needed in {self.fullest}, and {size(spare)} more for gaps "
+            f"between allocations, of {size(self.card)}: {told}; "
             f"{_advice(*self.users, moment=self.fullest)}",
         )
 
@@ -175,11 +179,12 @@ def _actors(config: ExperimentConfig) -> Iterator[tuple[str, Occupant]]:
         yield gpus[first + number], SAMPLER
 
 
-def _advice(*users: str, moment: Moment = "sampling") -> str:
+def _advice(*users: str, moment: Moment = "sampling", fraction: str = "lower") -> str:
+    """What to do; ``fraction``: which way to move a server's share of the memory."""
     ways = []
     if any(user.startswith("teacher") for user in users):
         ways.append(
-            "raise the teacher's launch.memory_fraction, divide it over more GPUs "
+            f"{fraction} the teacher's launch.memory_fraction, divide it over more GPUs "
             "(launch.tp_size, launch.devices)"
         )
     if TRAINER in users:
@@ -189,7 +194,7 @@ def _advice(*users: str, moment: Moment = "sampling") -> str:
                 "write training.gradient_checkpointing: true, lower training.micro_batch_tokens"
             )
     if any(user.startswith("student server") for user in users):
-        ways.append("change sampling.server.memory_fraction, or name sampling.devices")
+        ways.append(f"{fraction} sampling.server.memory_fraction, or name sampling.devices")
     if SAMPLER in users:
         ways.append("lower sampling.max_rows")
     return ", ".join([*ways, "or take larger cards"])
