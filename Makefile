@@ -31,8 +31,9 @@ test: install browser
 test-long: install
 	$(PYTEST) -m long tests --ignore=tests/operating
 
+OPERATING ?= tests/operating
 test-operating: install browser
-	$(PYTEST) -m long tests/operating
+	$(PYTEST) -m long $(OPERATING)
 
 # With the sample that `make test` runs; the real SGLang cells need its environment.
 test-teardown: install
