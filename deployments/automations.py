@@ -17,8 +17,8 @@ from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
-from deployments.local_servers import without_login
 from opd_core.errors import ConfigError
+from opd_core.tracking.shipper import without_credentials
 
 FILE = Path(__file__).with_name("automations.yaml")
 
@@ -61,7 +61,7 @@ def _block_id(client: SyncPrefectClient, block: str) -> UUID:
     except ObjectNotFound:
         raise ConfigError(
             f"expected a notification block {block!r} (TYPE/NAME) on the Prefect server at "
-            f"{without_login(str(client.api_url))}, found none: make one "
+            f"{without_credentials(str(client.api_url))}, found none: make one "
             "in its UI (Blocks, +, for example Slack Webhook or Custom Webhook)"
         ) from None
     assert found is not None, "the server gives every block an id"

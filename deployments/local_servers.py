@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import http.client
 import os
@@ -32,10 +31,12 @@ from prefect.settings import (
 from deployments.registering import POOL, last_heartbeat, register
 from opd_core.errors import ConfigError, ServingError
 from opd_core.lifecycle.handle import Supervisor
+from opd_core.lifecycle.locks import lock_now
 from opd_core.lifecycle.logs import log_tail
 from opd_core.lifecycle.ports import LOOPBACK, port_is_free
 from opd_core.lifecycle.records import ChildSpec
 from opd_core.tracking.mlflow_sink import SQLITE, artifact_root
+from opd_core.tracking.shipper import without_credentials
 
 START_LIMIT_S = 180.0
 POLL_S = 0.3
@@ -79,8 +80,8 @@ class Server:
                 if answer is None:
                     came = "nobody answers: start it"
                 raise ConfigError(
-                    f"expected a server at {without_login(named)}, which {variable} names, {came}, "
-                    f"or unset {variable}, and `opd up` starts one of its own"
+                    f"expected a server at {without_credentials(named)}, which {variable} names, "
+                    f"{came}, or unset {variable}, and `opd up` starts one of its own"
                 )
         port = int(own.removesuffix("/api").rpartition(":")[2])
         if not port_is_free(port):
@@ -137,13 +138,11 @@ class LocalServers:
         home = Path(PREFECT_HOME.value())
         home.mkdir(parents=True, exist_ok=True)
         with (home / LOCK_FILE).open("wb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not lock_now(lock.fileno()):
                 raise ConfigError(
                     f"expected one `opd up` with a server of its own for PREFECT_HOME={home}, "
                     f"another is there already: use or stop it. {SECOND_LAB}"
-                ) from None
+                )
             yield
 
     @property
@@ -176,16 +175,17 @@ class LocalServers:
             return register(at_once, Path.cwd())
         except PrefectHTTPStatusError as error:
             raise ServingError(
-                f"the Prefect server at {without_login(self.prefect.url)} refused the deployments: "
-                f"{str(error)[:400]} …; where it asks for a login, set PREFECT_API_AUTH_STRING"
+                f"the Prefect server at {without_credentials(self.prefect.url)} refused the "
+                f"deployments: {str(error)[:400]} …; where it asks for a login, set "
+                "PREFECT_API_AUTH_STRING"
             ) from None
 
     def _tell_where(self, names: list[str], at_once: int, tell: Callable[[str], None]) -> None:
-        page = f"{without_login(self.prefect.url).removesuffix('/api')}"
+        page = f"{without_credentials(self.prefect.url).removesuffix('/api')}"
         running = "" if self.prefect.own else "  (runs already: left as it is)"
         tell(f"Prefect  {page}{running}\n         {', '.join(names)}")
         running = "" if self.mlflow.own else "  (runs already: left as it is)"
-        tell(f"MLflow   {without_login(self.mlflow.url)}{running}")
+        tell(f"MLflow   {without_credentials(self.mlflow.url)}{running}")
         tell(f"runs     {self.root}; the servers' logs are in {self.logs}")
         waits = "further ones wait" if at_once == 1 else "as far as devices are free"
         tell(f"at once  {at_once} experiment{'s' if at_once > 1 else ''}; {waits}")
@@ -251,12 +251,6 @@ class LocalServers:
         )
 
 
-def without_login(url: str) -> str:
-    """An address as it may be shown."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-
-
 def answers(url: str) -> bool:
     """Whether somebody answers this address with a success."""
     return _status(url) == HTTPStatus.OK
@@ -267,8 +261,9 @@ def _answer_of_named(url: str, variable: str) -> int | None:
     no server's address."""
     if urlsplit(url).scheme not in ("http", "https"):
         raise ConfigError(
-            f"expected the http address of a server in {variable}, got {without_login(url)!r}: "
-            f"name one, or unset {variable}, and `opd up` starts one of its own"
+            f"expected the http address of a server in {variable}, got "
+            f"{without_credentials(url)!r}: name one, or unset {variable}, and `opd up` starts one "
+            "of its own"
         )
     return _status(f"{url}/health")
 
@@ -277,7 +272,7 @@ def _status(url: str) -> int | None:
     """The HTTP status with which somebody answers, None where nobody does."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(without_login(url), timeout=5) as response:
+        with opener.open(without_credentials(url), timeout=5) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code

@@ -6,16 +6,14 @@ Nothing is trained and nothing is started; a comparison takes seconds, and may b
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from prefect import flow
-from prefect.runtime import flow_run
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 
-from flows.form import FORM, NO_SECRET, REFERENCES, Like
+from flows.form import FORM, Margin, MlflowUri, request_of_run
 from opd_core.analysis.comparison import Target
 from opd_core.analysis.outcome import Axis
-from opd_core.config.values import without_password
 from opd_core.recipe import run_root
 from tasks.comparing import compare_runs, tell_comparison
 
@@ -46,14 +44,7 @@ class CompareRequest(BaseModel):
         title="At",
         description="Where on the axis; empty is the farthest point that all reached",
     )
-    margin: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        title="Margin",
-        description="A smaller difference is none that matters; empty is 0.02 of shares such as "
-        "accuracy, and none of other metrics",
-    )
+    margin: Margin = None
     references: list[str] = Field(
         default_factory=list,
         title="Reference lines",
@@ -69,9 +60,7 @@ class CompareRequest(BaseModel):
         title="Keep in MLflow",
         description="Keep the comparison in the runs' MLflow, and tag them",
     )
-    mlflow_uri: (
-        Annotated[str, AfterValidator(without_password), Like(NO_SECRET, REFERENCES)] | None
-    ) = Field(
+    mlflow_uri: MlflowUri | None = Field(
         None,
         title="MLflow",
         description="MLflow in which run ids are looked up; empty is $MLFLOW_TRACKING_URI, "
@@ -86,8 +75,7 @@ class CompareRequest(BaseModel):
 
 
 def _run_name() -> str:
-    given = flow_run.parameters["request"]
-    request = CompareRequest.model_validate(given) if isinstance(given, dict) else given
+    request = request_of_run(CompareRequest)
     first, second, *more = (Path(run).name for run in request.runs)
     others = f"{second} and {len(more)} more" if more else second
     return f"{request.metric} of {first} against {others}"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
-from prefect.runtime import flow_run
 
+from flows.form import request_of_run
 from flows.request import DistillRequest
 from opd_core.errors import OPDError
 from opd_core.recipe import load_recipe
@@ -35,8 +35,7 @@ DEFAULT_REQUEST = DistillRequest()
 
 
 def _run_name() -> str:
-    given = flow_run.parameters["request"]
-    return run_name(DistillRequest.model_validate(given) if isinstance(given, dict) else given)
+    return run_name(request_of_run(DistillRequest))
 
 
 def run_name(request: DistillRequest) -> str:

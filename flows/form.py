@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from prefect.runtime import flow_run
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from opd_core.config.values import OPEN_SECRET
+from opd_core.config.values import OPEN_SECRET, without_password
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,26 @@ Written = Annotated[str, Like(NO_SECRET, REFERENCES)]
 """Text of a recipe, which Prefect keeps as it is."""
 Override = Annotated[str, Like(NO_SECRET + r"\s*[^\s=]+\s*=", f"KEY.PATH=VALUE; and {REFERENCES}")]
 """One change to a recipe, ``KEY.PATH=VALUE``."""
+
+MlflowUri = Annotated[str, AfterValidator(without_password), Like(NO_SECRET, REFERENCES)]
+"""Where an MLflow run id is looked up."""
+Margin = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        allow_inf_nan=False,
+        title="Margin",
+        description="A smaller difference is none that matters; empty is 0.02 of shares such as "
+        "accuracy, and none of other metrics",
+    ),
+]
+R = TypeVar("R", bound=BaseModel)
+
+
+def request_of_run(kind: type[R]) -> R:
+    """What the present flow run was asked for; its name is made before the flow has it."""
+    given = flow_run.parameters["request"]
+    return kind.model_validate(given) if isinstance(given, dict) else cast(R, given)
 
 
 def _as_drawn(schema: dict[str, Any]) -> None:

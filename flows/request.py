@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from flows.form import FORM, Like, Override, Written
 from opd_core.config.values import DEVICE
 from opd_core.errors import ConfigError
-from opd_core.recipe import find_recipe, load_yaml
+from opd_core.recipe import find_recipe, load_yaml, override_key
 from opd_core.training.files import CONFIG_FILE
 from opd_core.training.lineage import find_run
 
@@ -175,7 +175,7 @@ class DistillRequest(BaseModel):
     def _said_once(self) -> Self:
         """Two places that say the same may differ, and one of them would lose in silence. Of the
         rows of ``overrides`` the last one counts, as on a command line."""
-        keys = [change.partition("=")[0].strip() for change in self._all_changes()]
+        keys = [*map(override_key, self._all_changes())]
         for number, key in enumerate(keys):
             for other in keys[: min(number, len(keys) - len(self.overrides))]:
                 if key == other or key.startswith(f"{other}.") or other.startswith(f"{key}."):

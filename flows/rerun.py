@@ -7,27 +7,25 @@ them and waits: it holds no device, and ends with a verdict.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import (
-    AfterValidator,
     BaseModel,
     Field,
     NonNegativeInt,
     field_validator,
 )
 
-from flows.form import FORM, Override
+from flows.form import FORM, Margin, MlflowUri, Override, request_of_run
 from flows.request import DistillRequest, Recipe
 from opd_core.analysis.comparison import Target
 from opd_core.analysis.outcome import CANNOT_TELL, Axis
 from opd_core.analysis.reproduction import NOT_REPRODUCED, REPRODUCED
-from opd_core.config.values import without_password
-from opd_core.recipe import run_root
+from opd_core.recipe import override_key, run_root
 from tasks.children import Asked, PrefectDeployment, cancel_left, children_end_with_me, run_children
 from tasks.guard import guard_flow
 from tasks.rerunning import (
@@ -97,20 +95,13 @@ class RerunRequest(BaseModel):
         METRIC, min_length=1, title="Metric", description="What is to come out the same"
     )
     axis: Axis = Field("steps", title="Axis", description="At equal what the runs are compared")
-    margin: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        title="Margin",
-        description="A smaller difference is none that matters; empty is 0.02 of shares such as "
-        "accuracy, and none of other metrics",
-    )
+    margin: Margin = None
     root: str = Field(
         "",
         title="Run root",
         description="Where a run lies that is named by its id; empty is $OPD_RUNS, else runs",
     )
-    mlflow_uri: Annotated[str, AfterValidator(without_password)] = Field(
+    mlflow_uri: MlflowUri = Field(
         "",
         title="MLflow",
         description="Where an MLflow run id is looked up; empty is $MLFLOW_TRACKING_URI, else "
@@ -127,14 +118,14 @@ class RerunRequest(BaseModel):
     @field_validator("overrides")
     @classmethod
     def _no_seed(cls, overrides: list[str]) -> list[str]:
-        if any(each.partition("=")[0].strip() == "seed" for each in overrides):
+        if any(override_key(each) == "seed" for each in overrides):
             raise ValueError("expected no seed among the changes: name it in seeds")
         return overrides
 
     @field_validator("overrides")
     @classmethod
     def _in_parts(cls, overrides: list[str]) -> list[str]:
-        for key in (each.partition("=")[0].strip() for each in overrides):
+        for key in map(override_key, overrides):
             if key in IN_PARTS:
                 raise ValueError(
                     f"expected single settings, got all of {key}: a rerun adds to it; write "
@@ -182,8 +173,7 @@ DEFAULT_REQUEST = RerunRequest()
 
 
 def _run_name() -> str:
-    given = flow_run.parameters["request"]
-    request = RerunRequest.model_validate(given) if isinstance(given, dict) else given
+    request = request_of_run(RerunRequest)
     what = Path(request.run or request.recipe_file or request.recipe).name
     seeds = ", ".join(map(str, request.seeds))
     return f"rerun {what}" + (f" · seeds {seeds}" if seeds else "")

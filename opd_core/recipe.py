@@ -123,6 +123,11 @@ def _unshared(value: Any) -> Any:
     return [_unshared(item) for item in value] if isinstance(value, list) else value
 
 
+def override_key(override: str) -> str:
+    """Which setting ``key.path=value`` changes."""
+    return override.partition("=")[0].strip()
+
+
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, separator, raw = override.partition("=")
     if not separator or not key.strip():

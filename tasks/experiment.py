@@ -18,12 +18,13 @@ from opd_core.lifecycle.receipt_text import left_over
 from opd_core.lifecycle.registry import Registry
 from opd_core.preflight import PreflightReport
 from opd_core.serving.kept.users import KeptUse
+from opd_core.serving.servers import run_servers
 from tasks.ending import Ended, end_experiment
 from tasks.environment import RunRecord
 from tasks.guard import Guard, TimedOut
 from tasks.kept_use import use_kept_teachers
 from tasks.live import LiveView
-from tasks.secrets import find_secrets, resolve_key, run_servers
+from tasks.secrets import find_secrets, resolve_key
 from tasks.session import Session, as_serving_error
 from tasks.settle import settle_command
 from tasks.signals import postponed, undisturbed

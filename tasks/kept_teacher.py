@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from opd_core.config import ExperimentConfig, OPDConfig, OPDTeacherConfig
+from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.errors import ConfigError, ServingError
 from opd_core.lifecycle.children import environment_without_marks
 from opd_core.lifecycle.ledger import LEDGER_FILE, is_held
@@ -32,7 +32,7 @@ from opd_core.recipe import load_recipe
 from opd_core.scoring.facts import TeacherFacts
 from opd_core.serving.kept.record import KeptOrder, KeptState, KeptTeacher
 from opd_core.serving.kept.users import users_of
-from opd_core.serving.servers import teacher_servers
+from opd_core.serving.servers import scoring_dtype, served_context
 from tasks.secrets import find_secrets, resolve_key
 
 POLL_S = 0.2
@@ -196,7 +196,7 @@ def _check(config: ExperimentConfig, recipe: str, number: int, telling: Telling)
         teacher=teacher,
         facts=_facts(teacher, report),
         sequences=tuple(map(tuple, report.proof_sequences)),
-        dtype=_dtype(teacher),
+        dtype=scoring_dtype(teacher),
         locks=lock_names(sorted(devices - {"cpu"})),
         wait_s=config.devices.wait_s or 0.0,
         teardown_s=config.run.teardown_s,
@@ -216,23 +216,14 @@ def _alone(config: ExperimentConfig, teacher: OPDTeacherConfig) -> ExperimentCon
 
 def _facts(teacher: OPDTeacherConfig, report: PreflightReport) -> TeacherFacts:
     model = report.teachers[teacher.name]
-    named = (each.launch.context_length for each in teacher.all_replicas if each.launch)
-    shortest = min(filter(None, named), default=model.context_length)
+    shortest = served_context(teacher, model.context_length)
     return TeacherFacts(model.vocab_size, shortest, fingerprint=model.fingerprint)
-
-
-def _dtype(teacher: OPDTeacherConfig) -> str:
-    named = {each.launch.dtype for each in teacher.all_replicas if each.launch}
-    return "float32" if named == {"float32"} else "bfloat16"
 
 
 def _begin(kept: KeptTeacher, order: KeptOrder, hours: float, lock: int) -> None:
     """Start the keeper, which holds the lock from then on. It goes into the background by itself:
     nothing that ends this process ends it."""
-    servers = teacher_servers(
-        OPDConfig(teachers=(order.teacher,), default_teacher=order.teacher.name)
-    )
-    keys = {"key": resolve_key(order.teacher), "secrets": find_secrets(servers)}
+    keys = {"key": resolve_key(order.teacher), "secrets": find_secrets(order.servers)}
     # What an earlier keeper left goes first: its supervisor may be at it, or was killed too.
     limit_s = order.teardown_s + MARGIN_S
     if not _within(limit_s, lambda: not is_held(kept.folder / LEDGER_FILE)):

@@ -59,7 +59,7 @@ def starting_cluster(session: Session) -> str:
 
 
 def training(session: Session) -> str:
-    """``train tiny for 60 steps on cpu``."""
+    """``train tiny for 50 steps on cpu``."""
     config = session.run.config
     devices = _listed(config.student.devices)
     return f"train {config.name} for {config.training.steps} steps on {devices}"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
-from prefect.utilities.urls import url_for
 
 from opd_core.analysis.comparison import Target, compare
 from opd_core.analysis.reproduction import Reproduction, judge_reruns
@@ -18,7 +17,7 @@ from opd_core.analysis.reproduction_text import differences_in_words, reproducti
 from opd_core.analysis.run_data import load_run_data
 from opd_core.config import ExperimentConfig
 from opd_core.errors import ConfigError, OPDError
-from opd_core.recipe import find_recipe, load_recipe
+from opd_core.recipe import find_recipe, load_recipe, override_key
 from opd_core.tracking.mlflow_sink import connect, tracking_uri
 from opd_core.training.attempts import COMPLETED, check_not_running, find_flow_run, read_history
 from opd_core.training.files import CONFIG_FILE
@@ -26,6 +25,7 @@ from opd_core.whole_file import write_whole
 from tasks.children import Child
 from tasks.comparing import Compared, compare_runs, tell_comparison
 from tasks.console import announce, warn
+from tasks.links import prefect_page
 from tasks.lookup import find_runs
 
 RERUN_OF_TAG, RERUN_TAG = "opd_rerun_of", "opd_rerun"
@@ -82,7 +82,8 @@ def find_source(
     (original,) = find_runs([run], root, mlflow_uri)
     _check_repeatable(original)
     file = original / CONFIG_FILE
-    beside = [] if ROOT in _keys(overrides) else [f"{ROOT}={json.dumps(str(original.parent))}"]
+    elsewhere = ROOT in map(override_key, overrides)
+    beside = [] if elsewhere else [f"{ROOT}={json.dumps(str(original.parent))}"]
     return Source(file, load_recipe(file, [*overrides, *beside]), original)
 
 
@@ -92,7 +93,7 @@ def rerun_overrides(source: Source, overrides: Sequence[str], flow_run_id: str) 
     added = {ROOT: str(source.root), f"{TAGS}.{RERUN_TAG}": flow_run_id}
     if source.original is not None:
         added[f"{TAGS}.{RERUN_OF_TAG}"] = source.original.name
-    kept = [each for each, key in zip(overrides, _keys(overrides), strict=True) if key not in added]
+    kept = [each for each in overrides if override_key(each) not in added]
     return [*kept, *(f"{key}={json.dumps(value)}" for key, value in added.items())]
 
 
@@ -248,9 +249,5 @@ def _tags(repeated: Repeated) -> Iterator[tuple[str, str]]:
 
 
 def _link(flow_run_id: str, text: str) -> str:
-    url = url_for("flow-run", obj_id=flow_run_id)
+    url = prefect_page(flow_run_id)
     return f"[{text}]({url})" if url else f"`{text}`"
-
-
-def _keys(overrides: Sequence[str]) -> list[str]:
-    return [each.partition("=")[0].strip() for each in overrides]

@@ -10,7 +10,7 @@ from opd_core.config import ExperimentConfig, OPDTeacherConfig
 from opd_core.config.values import KEY_REFERENCE
 from opd_core.errors import PreflightError
 from opd_core.scoring.asking import checked_key
-from opd_core.serving.servers import Server, student_servers, teacher_servers
+from opd_core.serving.servers import Server, run_servers
 
 Reference = tuple[str, str]
 """Which setting refers to a secret, as a message begins; ``env:NAME`` or ``block:NAME``."""
@@ -53,11 +53,6 @@ def find_secrets(servers: Iterable[Server]) -> dict[str, str]:
     """What the environments of these servers refer to, by reference. Raises
     :class:`PreflightError` for the first that is not there."""
     return {reference: find_secret(reference, where) for where, reference in _of_servers(servers)}
-
-
-def run_servers(config: ExperimentConfig) -> tuple[Server, ...]:
-    """All servers that a run starts."""
-    return (*teacher_servers(config.opd), *student_servers(config))
 
 
 def find_secret(reference: str, where: str) -> str:

@@ -22,7 +22,13 @@ from opd_core.serving.readiness import (
     prove_teacher,
     read_model_info,
 )
-from opd_core.serving.servers import Server, needed_context, teacher_servers
+from opd_core.serving.servers import (
+    Server,
+    needed_context,
+    scoring_dtype,
+    served_context,
+    teacher_servers,
+)
 from opd_core.training.attempts import check_external_teachers
 from opd_core.training.files import TEACHERS_FILE
 from opd_core.whole_file import write_whole
@@ -107,7 +113,7 @@ def _await_teacher(session: Session, teacher: OPDTeacherConfig) -> TeacherFacts:
         announce(f"teacher {teacher.name!r} is up at {endpoint} ({seconds:.0f} s)")
     facts = _facts(session, teacher, told)
     sequences = session.checked.proof_sequences
-    proof = prove_teacher(teacher, facts, key, sequences, _dtype(teacher))
+    proof = prove_teacher(teacher, facts, key, sequences, scoring_dtype(teacher))
     announce(_told(teacher, proof))
     return replace(
         facts,
@@ -136,8 +142,7 @@ def _facts(
     the least of them."""
     known = session.checked.teachers.get(teacher.name)
     if known is not None:
-        named = (r.launch.context_length for r in teacher.all_replicas if r.launch)
-        shortest = min(filter(None, named), default=known.context_length)
+        shortest = served_context(teacher, known.context_length)
         fingerprint = f"{known.fingerprint}-{_how_it_is_served(teacher)}"
         return TeacherFacts(known.vocab_size, shortest, fingerprint=fingerprint)
     student = session.checked.student
@@ -163,8 +168,3 @@ def _how_it_is_served(teacher: OPDTeacherConfig) -> str:
         if r.launch
     ]
     return hashlib.sha256(json.dumps(replicas, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def _dtype(teacher: OPDTeacherConfig) -> str:
-    named = {r.launch.dtype if r.launch else None for r in teacher.all_replicas}
-    return "float32" if named == {"float32"} else "bfloat16"

@@ -11,6 +11,7 @@ settling.py      the command that writes what a dead owner left unwritten
 registry.py      the runs of this user that are not settled yet
 reaper.py        ends and settles the runs that died with their supervisor
 dead_run.py      ends a run that has no supervisor, for whoever finds it
+locks.py         a lock on a file, without waiting
 leases.py        one lock per device of this host
 gpu_memory.py    the GPUs of this host and the memory in use on them
 ledger.py        `ledger.jsonl`: what was started, written before it starts; one writer at a time

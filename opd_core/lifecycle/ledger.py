@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import LedgerBusy, LedgerDamaged
+from .locks import lock_now
 from .records import JsonObject, fsync_folder
 
 LEDGER_FILE = "ledger.jsonl"
@@ -135,7 +136,7 @@ def _parse(line: bytes) -> LedgerRecord | None:
 
 def _lock(descriptor: int, path: Path) -> None:
     give_up_at = time.monotonic() + _LOOK_S
-    while not _lock_now(descriptor, fcntl.LOCK_EX):
+    while not lock_now(descriptor):
         if time.monotonic() < give_up_at:  # somebody may only be looking whether it is held
             time.sleep(_LOOK_S / 10)
             continue
@@ -160,14 +161,6 @@ def is_held(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
-        return not _lock_now(descriptor, fcntl.LOCK_SH)
+        return not lock_now(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
-
-
-def _lock_now(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -18,7 +18,7 @@ from opd_core.planning.memory import Device, ReadShape, estimate
 from opd_core.planning.shapes import read_shape
 from opd_core.planning.tokens import Tokens, count_tokens
 from opd_core.serving.commands import server_command
-from opd_core.serving.servers import Server, student_servers, teacher_servers
+from opd_core.serving.servers import Server, run_servers, student_servers, teacher_servers
 from opd_core.training.head import PORT_FLAGS, head_command
 from opd_core.training.jobs import job_command
 
@@ -101,8 +101,7 @@ def _models(config: ExperimentConfig, read: ReadShape) -> dict[str, str]:
 
 
 def _processes(config: ExperimentConfig) -> tuple[Process, ...]:
-    found = [_server(server, config) for server in teacher_servers(config.opd)]
-    found += [_server(server, config) for server in student_servers(config)]
+    found = [_server(server, config) for server in run_servers(config)]
     if config.ray.address is None:
         ports = (FREE_PORT,) * len(PORT_FLAGS)
         temp_dir = Path("TEMPORARY-FOLDER")

@@ -7,7 +7,6 @@ from opd_core.data import Row
 from opd_core.errors import DataError, PreflightError
 from opd_core.preflight.facts import LoadTokenizer, ModelFacts, read_model_facts
 from opd_core.preflight.items import TeacherServer, build_card, student_context_problem
-from opd_core.preflight.launches import external_teachers
 from opd_core.preflight.renderings import Rendered, Rendering, choose_rows, render, sample_rows
 from opd_core.preflight.report import PreflightReport
 from opd_core.serving.servers import Server, needed_context, student_servers, teacher_servers
@@ -47,9 +46,18 @@ def check_models(
         chosen = _rows_of(server.teacher, rows, config)
         renderings = _render(chosen, config.student.model, facts.path, tokenizers)
         _add_card(config, report, _launched(server, facts), renderings)
-    for name in external_teachers(config):
+    for name in _external_teachers(config):
         renderings = _render(_rows_of(name, rows, config), config.student.model, None, tokenizers)
         _add_card(config, report, _external(name, config), renderings)
+
+
+def _external_teachers(config: ExperimentConfig) -> list[str]:
+    """Names of the teachers with a server that the run does not start."""
+    return [
+        teacher.name
+        for teacher in (config.opd.teachers if config.opd else ())
+        if any(replica.launch is None for replica in teacher.all_replicas)
+    ]
 
 
 def _check_student(

@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 
 from opd_core.config import ExperimentConfig
 from opd_core.lifecycle.ports import port_is_free
-from opd_core.preflight.launches import launches
 from opd_core.preflight.report import PreflightReport
-from opd_core.serving.servers import Server
+from opd_core.serving.servers import Server, run_servers
 
 HERE = frozenset({"127.0.0.1", "localhost", "::1", socket.gethostname()})
 SERVER_MODULE = {"sglang": "sglang", "lmdeploy": "lmdeploy"}
@@ -20,7 +19,7 @@ SERVER_MODULE = {"sglang": "sglang", "lmdeploy": "lmdeploy"}
 
 def check_servers(config: ExperimentConfig, report: PreflightReport) -> None:
     """Each server that the run starts can be started, at a port of its own."""
-    servers = launches(config)
+    servers = run_servers(config)
     _check_reach(config, report)
     for server in servers:
         _check_interpreter(server, report)
@@ -43,7 +42,7 @@ def _check_reach(config: ExperimentConfig, report: PreflightReport) -> None:
     """A launched server listens on this host's loopback: a job elsewhere cannot reach it."""
     address = config.ray.address
     host = urlsplit(address).hostname if address else None
-    if host is not None and launches(config) and host not in HERE:
+    if host is not None and run_servers(config) and host not in HERE:
         report.problems.append(
             f"ray.address {address} is another host, and a launched teacher listens on this one's "
             "loopback only: start the teacher yourself and name its 'endpoint'"

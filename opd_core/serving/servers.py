@@ -16,8 +16,10 @@ from opd_core.config import (
     ExperimentConfig,
     LaunchConfig,
     OPDConfig,
+    OPDTeacherConfig,
     ServerConfig,
 )
+from opd_core.config.values import Dtype
 
 HOST = "127.0.0.1"
 
@@ -100,6 +102,12 @@ def student_servers(config: ExperimentConfig) -> tuple[Server, ...]:
     )
 
 
+def run_servers(config: ExperimentConfig) -> tuple[Server, ...]:
+    """Every server that the run starts: the teachers' in the order of the recipe, then the
+    student's."""
+    return (*teacher_servers(config.opd), *student_servers(config))
+
+
 def student_launch(config: ExperimentConfig, number: int) -> LaunchConfig:
     """How server ``number`` of the student is launched.
 
@@ -121,6 +129,19 @@ def student_launch(config: ExperimentConfig, number: int) -> LaunchConfig:
             "context_length": given.context_length or needed_context(config, backend),
         }
     )
+
+
+def served_context(teacher: OPDTeacherConfig, model: int) -> int:
+    """Tokens that every launched replica of a teacher holds: the least that is named, else the
+    ``model``'s own."""
+    named = (replica.launch.context_length for replica in teacher.all_replicas if replica.launch)
+    return min(filter(None, named), default=model)
+
+
+def scoring_dtype(teacher: OPDTeacherConfig) -> Dtype:
+    """Of a teacher's numbers: float32 where all its servers say so, else the coarsest."""
+    named = {replica.launch and replica.launch.dtype for replica in teacher.all_replicas}
+    return "float32" if named == {"float32"} else "bfloat16"
 
 
 def needed_context(config: ExperimentConfig, backend: Backend) -> int:

@@ -3,13 +3,13 @@ it."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from opd_core.errors import ConfigError
+from opd_core.lifecycle.locks import lock_now
 from opd_core.lifecycle.records import RECEIPT_FILE
 from opd_core.training.forks import name_of
 
@@ -26,13 +26,11 @@ def alone(run_dir: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise _not_ended(path) from None
     with receipt:
-        try:
-            fcntl.flock(receipt, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_now(receipt.fileno()):
             raise ConfigError(
                 f"{name_of(run_dir)}: another process is settling, synchronising or continuing "
                 "this run right now; try again when it is through"
-            ) from None
+            )
         # Whoever continues the run moves the file away, and with it the lock.
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(receipt.fileno())):
             raise _not_ended(path)

@@ -7,7 +7,6 @@ checkpoints and parked rollouts are the run's own and stay.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from opd_core.errors import ConfigError, PreflightError, ServingError, TeacherAn
 from opd_core.lifecycle.dead_run import LedgerState, end_dead_run
 from opd_core.lifecycle.errors import LifecycleError
 from opd_core.lifecycle.ledger import LEDGER_FILE, is_held, read_ledger
+from opd_core.lifecycle.locks import lock_now
 from opd_core.lifecycle.process import ProcessId, boot_id, identify, is_running
 from opd_core.lifecycle.receipt_text import left_over
 from opd_core.lifecycle.records import RECEIPT_FILE
@@ -262,10 +262,9 @@ def _claimed(run_dir: Path) -> Iterator[None]:
     """Only one process at a time looks whether a run is alive, and takes it over."""
     folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not lock_now(folder):
+            raise ConfigError(f"{run_dir}: another process is taking this run up right now")
         yield
-    except BlockingIOError:
-        raise ConfigError(f"{run_dir}: another process is taking this run up right now") from None
     finally:
         os.close(folder)
 

@@ -8,7 +8,6 @@ imports this module again.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import gc
 import json
 import logging
@@ -64,16 +63,15 @@ def _alone_in(run_dir: Path) -> Iterator[None]:
     Raises :class:`~opd_core.errors.TrainingError` if another job trains there.
     """
     from opd_core.errors import TrainingError
+    from opd_core.lifecycle.locks import lock_now
     from opd_core.training.files import LOCK_FILE
 
     with (run_dir / LOCK_FILE).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_now(lock.fileno()):
             raise TrainingError(
                 f"{run_dir}: another job is training in this run directory, perhaps on another Ray "
                 "cluster: stop it first (ray job list, ray job stop)"
-            ) from None
+            )
         yield
 
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import ValidationError as SchemaError
+from prefect.utilities.schema_tools.validation import validate
 from pydantic import ValidationError
 
 from flows.request import DistillRequest
-from flows.rerun import METRIC, RerunRequest
+from flows.rerun import METRIC, RerunRequest, rerun
 from opd_core.analysis.comparison import Target
 from opd_core.recipe import find_recipe, load_recipe
 
@@ -91,6 +94,14 @@ def test_a_run_is_repeated_from_its_own_recipe(tmp_path: Path) -> None:
 def test_what_a_rerun_adds_to_is_not_replaced_as_a_whole(change: str, instead: str) -> None:
     with pytest.raises(ValidationError, match=instead):
         RerunRequest(overrides=[change])
+
+
+def test_a_password_in_the_address_of_mlflow_is_refused_before_it_is_kept() -> None:
+    schema = parameter_schema(rerun).model_dump_for_openapi()
+    form = {"request": {"mlflow_uri": "http://me:planted@mlflow:5000"}}
+    with pytest.raises(SchemaError, match="in place of a key or password") as refused:
+        validate(form, schema, raise_on_error=True)
+    assert "planted" not in str(refused.value)
 
 
 def test_a_recipes_own_tags_stay_and_do_not_go_through_the_form(tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -25,26 +24,13 @@ from prefect.states import Scheduled
 from deployments.up import READY
 from opd_core.lifecycle.ports import reserve_ports
 from opd_core.lifecycle.process import carries, process_table
+from tests.teardown.stage import wait_until
 
 PROJECT = Path(__file__).parents[2]
 START_LIMIT_S = 240.0
 STOP_LIMIT_S = 280.0
 FINAL = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
 NOT_INHERITED = ("PREFECT_", "MLFLOW_", "OPD_RUNS", "OPD_RUN_")
-
-T = TypeVar("T")
-
-
-def wait_until(
-    condition: Callable[[], T], what: str, within_s: float, *, pause_s: float = 0.3
-) -> T:
-    """The first truthy value of ``condition``; fails after ``within_s``."""
-    deadline = time.monotonic() + within_s
-    while not (found := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited {within_s:g} s in vain for {what}")
-        time.sleep(pause_s)
-    return found
 
 
 class Lab:

@@ -16,8 +16,9 @@ from playwright.sync_api import Browser, expect
 from deployments.drill.watching import RunView
 from opd_core.training.files import RUN_FILE, SUMMARY_FILE
 from tests.browser.conftest import DESKTOP, browser  # noqa: F401  (a fixture)
-from tests.operating.lab import PROJECT, Lab, wait_until
+from tests.operating.lab import PROJECT, Lab
 from tests.operating.prefect_page import PrefectPage
+from tests.teardown.stage import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

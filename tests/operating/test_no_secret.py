@@ -22,8 +22,9 @@ from pydantic import SecretStr
 
 from deployments.drill.watching import RunView
 from tests.operating.conftest import MakeLab
-from tests.operating.lab import Lab, wait_until
+from tests.operating.lab import Lab
 from tests.operating.test_sharing import begun
+from tests.teardown.stage import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -23,7 +23,8 @@ from deployments.automations import FILE, register_automations
 from flows.distill import distill
 from opd_core.lifecycle.records import Receipt
 from tasks.unclean import tell_unclean
-from tests.operating.lab import PROJECT, Lab, wait_until
+from tests.operating.lab import PROJECT, Lab
+from tests.teardown.stage import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

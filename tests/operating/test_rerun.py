@@ -27,7 +27,8 @@ from prefect.states import AwaitingRetry, Cancelling
 from deployments.drill.watching import living
 from opd_core.tracking.mlflow_sink import connect
 from opd_core.training.attempts import find_flow_run
-from tests.operating.lab import Lab, wait_until
+from tests.operating.lab import Lab
+from tests.teardown.stage import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 

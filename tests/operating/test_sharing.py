@@ -15,7 +15,8 @@ from deployments.drill.watching import RunView
 from opd_core.training.files import RUN_FILE
 from tasks.devices import WAITING
 from tests.operating.conftest import MakeLab
-from tests.operating.lab import Lab, wait_until
+from tests.operating.lab import Lab
+from tests.teardown.stage import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

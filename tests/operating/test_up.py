@@ -18,7 +18,8 @@ from prefect.states import Pending, Scheduled
 
 from opd_core.lifecycle.ports import port_is_free, reserve_ports
 from tests.operating.conftest import MakeLab
-from tests.operating.lab import PROJECT, Lab, wait_until
+from tests.operating.lab import PROJECT, Lab
+from tests.teardown.stage import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

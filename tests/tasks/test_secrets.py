@@ -10,7 +10,8 @@ from pydantic import SecretStr
 from opd_core.config import OPDTeacherConfig
 from opd_core.errors import ConfigError, PreflightError
 from opd_core.recipe import load_recipe
-from tasks.secrets import find_secrets, missing_secrets, references, resolve_key, run_servers
+from opd_core.serving.servers import run_servers
+from tasks.secrets import find_secrets, missing_secrets, references, resolve_key
 
 RECIPE = Path("deployments/recipes/tiny.yaml")
 SECRET = "not-to-be-seen"

@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from opd_core.config import OPDConfig
 from opd_core.errors import OPDError, ServingError
 from opd_core.lifecycle.errors import LifecycleError
 from opd_core.lifecycle.handle import Supervisor
@@ -35,7 +34,7 @@ from opd_core.serving.kept.record import HOUR_S, KeptOrder, KeptState, KeptTeach
 from opd_core.serving.kept.users import users_of
 from opd_core.serving.life import Diagnosis, HealthWatch
 from opd_core.serving.readiness import prove_again, prove_teacher, wait_until_healthy
-from opd_core.serving.servers import Server, teacher_servers
+from opd_core.serving.servers import Server
 
 LOOK_S = 0.5
 PORT_S = 20.0
@@ -126,7 +125,7 @@ class Keeper:
         """Start the servers, all at once, and prove that they score. Raises :class:`ServingError`,
         :class:`Ended`."""
         teacher = self._order.teacher
-        servers = teacher_servers(OPDConfig(teachers=(teacher,), default_teacher=teacher.name))
+        servers = self._order.servers
         with reserve_ports(len(servers)) as free:
             placed = [
                 server if server.port is not None else replace(server, port=port)

@@ -20,11 +20,13 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from opd_core.config import OPDTeacherConfig
+from opd_core.config import OPDConfig, OPDTeacherConfig
 from opd_core.errors import ConfigError, ServingError
+from opd_core.lifecycle.locks import lock_now
 from opd_core.lifecycle.records import RECEIPT_FILE
 from opd_core.lifecycle.registry import state_folder
 from opd_core.scoring.facts import TeacherFacts
+from opd_core.serving.servers import Server, teacher_servers
 from opd_core.whole_file import write_whole
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -52,6 +54,12 @@ class KeptOrder:
     locks: tuple[str, ...]
     wait_s: float
     teardown_s: float
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """Its servers; a port of None is still to be found."""
+        alone = OPDConfig(teachers=(self.teacher,), default_teacher=self.teacher.name)
+        return teacher_servers(alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +136,7 @@ class KeptTeacher:
     def _take(self) -> int | None:
         descriptor = os.open(self.folder / "keeper.lock", os.O_RDWR | os.O_CREAT, 0o600)
         give_up_at = time.monotonic() + LOOK_S
-        while not _lock(descriptor, fcntl.LOCK_EX):
+        while not lock_now(descriptor):
             if time.monotonic() > give_up_at:  # else somebody may only be looking
                 os.close(descriptor)
                 return None
@@ -143,7 +151,7 @@ class KeptTeacher:
         except FileNotFoundError:
             return False
         try:
-            return not _lock(descriptor, fcntl.LOCK_SH)
+            return not lock_now(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
 
@@ -224,11 +232,3 @@ def kept_folder() -> Path:
 def kept_teachers() -> tuple[KeptTeacher, ...]:
     """All that were ever kept here, by name."""
     return tuple(KeptTeacher(file.parent) for file in sorted(kept_folder().glob("*/keeper.lock")))
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

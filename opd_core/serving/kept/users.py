@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from opd_core.errors import ServingError
+from opd_core.lifecycle.locks import lock_now
 from opd_core.serving.kept.record import KeptTeacher, kept_teachers
 
 FOLDER = "users"
@@ -48,15 +49,13 @@ class KeptUse:
         file = kept.folder / FOLDER / f"{user.run_id}.json"
         file.parent.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_now(descriptor):
             first = _read(file, descriptor)
             os.close(descriptor)
             raise ServingError(
                 f"the kept teacher {kept.name!r} is used by {first} already: wait until that has "
                 "ended, or use another run directory"
-            ) from None
+            )
         self._held.append((file, descriptor))
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(asdict(user)).encode())
@@ -105,11 +104,10 @@ def users_of(kept: KeptTeacher) -> tuple[KeptUser, ...]:
         except FileNotFoundError:  # released just now
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            found.append(_read(file, descriptor))
-        else:
-            file.unlink(missing_ok=True)
+            if lock_now(descriptor, fcntl.LOCK_SH):
+                file.unlink(missing_ok=True)
+            else:
+                found.append(_read(file, descriptor))
         finally:
             os.close(descriptor)
     return tuple(found)
