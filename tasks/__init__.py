@@ -11,10 +11,13 @@
 ``samplers``    the student's servers, where servers sample
 ``watch``       looks after the servers while the student trains
 ``student``     the training job: submit, follow
-``devices``     the run's devices are nobody else's
+``devices``     the run's devices are nobody else's; ``secrets``: from where they are kept
 ``guard``       ends a flow that nobody looks after; ``hooks``: what Prefect's final state sets free
 ``settle``      what a dead flow could not write (``late_tracking``, ``flow_state``)
 ``reaping``     ends what dead runs left; ``receipts``: how a run's own end is shown
+``unclean``     a run that left something, as an event of Prefect
+``live``        a run as Prefect shows it meanwhile: ``board`` (artifacts), ``health`` (servers),
+                ``forwarding`` (logs), ``links``, ``names`` (of task runs)
 ``cards``       the pair check card: terminal, artifact, run directory
 ``summary``     what a run came to: summary, model card, table; ``findings``: known failures, live
 ``tracking``    the journal to MLflow and TensorBoard; ``mlflow_run``: tags and params
@@ -22,6 +25,7 @@
 ``provenance``  code, packages and machine
 ``evaluation``  a model's held-out accuracy, without a run
 ``comparing``   runs found (``lookup``), compared, kept as files and in MLflow (``mlflow_compared``)
+``rerunning``   an experiment again, and its verdict; ``children``: runs of another deployment
 ``console``     what a person at the terminal sees meanwhile
 ``temporary_server``  Prefect's server for the length of one command
 """
